@@ -23,7 +23,7 @@ TRL_VENV := .venv-trl
 VERIFIERS_VENV := .venv-verifiers
 SUFFIX_VENV := .venv-suffix
 
-.PHONY: help env test test-first test-all test-each-change test-each-change-kernels test-each-change-ranks test-each-change-runs test-each-change-benchmarks test-each-change-rest test-each-change-matrix lint types format test-slow test-clones test-anywhere test-anywhere-quick test-matrix test-matrix-quick test-npu test-trl test-verifiers test-suffix test-report test-cuda test-hosts test-launch test-launch-quick python312 cuda demo gpu-demo paying calculator agent demo-core learning algorithms sparse bench gpu-check gpu-bench gpu-first rival flags docs figures clean
+.PHONY: help env test test-first test-all test-each-change test-each-change-kernels test-each-change-ranks test-each-change-runs test-each-change-benchmarks test-each-change-rest test-each-change-matrix lint types format test-slow test-clones test-anywhere test-anywhere-quick test-matrix test-matrix-quick test-npu test-trl test-verifiers test-suffix test-report test-cuda test-hosts test-launch test-launch-quick python312 cuda demo gpu-demo paying calculator agent demo-core learning algorithms sparse teacher bench gpu-check gpu-bench gpu-first rival flags docs figures clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -171,6 +171,9 @@ algorithms: env ## every algorithm that has a name learns the demo's task; an ho
 
 sparse: env ## the same task with rewards that are rare: dynamic sampling and clip-higher, each with and without
 	$(VENV)/bin/python -m examples.arithmetic.sparse
+
+teacher: env ## a student half as wide as its teacher learns the demo's task: from rewards, and from the teacher; 10 minutes
+	$(VENV)/bin/python -m examples.arithmetic.teacher
 
 learning: env ## what the demo shows, for three seeds and three layouts, with a control; 40 minutes
 	$(VENV)/bin/python -m examples.arithmetic.learning

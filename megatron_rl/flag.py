@@ -28,6 +28,7 @@ BOUNDS: Mapping[str, tuple[Callable[[float], bool], str]] = {
     "a finite duration above 0": (lambda number: 0 < number < math.inf, "write one that is"),
     "at least 0 and below 1": (lambda number: 0 <= number < 1, "write a number in that range"),
     "between 0 and 1": (lambda number: 0 <= number <= 1, "write a number in that range"),
+    "above 0 and below 1": (lambda number: 0 < number < 1, "write a number in that range"),
 }
 
 

@@ -235,3 +235,15 @@ class ParallelSizes:
     def model(self) -> int:
         """Number of ranks of one data-parallel replica."""
         return self.tensor * self.pipeline * self.context
+
+
+@dataclasses.dataclass(frozen=True)
+class Divergence:
+    """The divergence of a policy's distribution P from a teacher's distribution Q, for each token."""
+
+    kind: str
+    """`reverse`: KL(P, Q). `forward`: KL(Q, P). `jsd`: the weighted mean of both from their mixture."""
+    top_k: int | None = None
+    """If given, only the teacher's likeliest tokens count singly, and all others together as one token."""
+    mixture: float = 0.5
+    """The teacher's weight in the mixture of `jsd`, and that of its divergence from the mixture."""

@@ -149,7 +149,17 @@ class Trial:
             (f"--sapo-temperature-pos {rules.gates[0]} --sapo-temperature-neg {rules.gates[1]}", rules.loss == "sapo"),
         ):
             words += f" {flag}" * is_given
-        return words
+        return words + _teach(rules.teaching)
+
+
+def _teach(teaching: grpo_twin.Teaching | None) -> str:
+    if teaching is None:
+        return ""
+    words = f" --teacher {teaching.folder} --opd-divergence {teaching.divergence} --opd-coef {teaching.coef}"
+    if teaching.divergence == "sampled":
+        return f"{words} --opd-discount {teaching.discount}"
+    words += f" --opd-mixture {teaching.mixture}" * (teaching.divergence == "jsd")
+    return words if teaching.top_k is None else f"{words} --opd-top-k {teaching.top_k}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -67,6 +67,18 @@ WEIGHTS = {"exact": 1.0, "length": -0.5}
 
 
 @dataclasses.dataclass(frozen=True)
+class Teaching:
+    """The divergence from a teacher, and its weight."""
+
+    folder: Path
+    divergence: str = "sampled"
+    top_k: int | None = None
+    mixture: float = 0.5
+    coef: float = 0.7
+    discount: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
 class Rules:
     """The objective that is maximized, and the step that is taken."""
 
@@ -105,6 +117,7 @@ class Rules:
     """The weight of the entropy."""
     name: str = ""
     """The name that a person gives these rules."""
+    teaching: Teaching | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,6 +175,10 @@ class Twin:
         self._draws = None if stir is None else torch.Generator().manual_seed(stir)
         self._policy = self._load(policy)
         self._batches = [_pad(groups, dtype, rules) for groups in updates]
+        self._taught = []
+        if rules.teaching is not None:
+            teacher = self._load(rules.teaching.folder)
+            self._taught = [self._log_probs(teacher, batch) for batch in self._batches]
         if start is not None:
             assert start.rules.temperature == rules.temperature
             self._old, self._reference = start._old, start._reference
@@ -187,7 +204,7 @@ class Twin:
         rules, batch, old_BL = self.rules, self._batches[number], self._old[number]
         mask_BL = batch.is_response_BL
         self._policy.zero_grad()
-        logp_BL, entropy_BL = self._log_probs(self._policy, batch, with_gradients=True)
+        logp_BL, entropy_BL, all_BLV = self._log_probs(self._policy, batch, with_gradients=True)
         ratio_BL = torch.exp(logp_BL - old_BL)
         advantage_BL = batch.advantages_B1.expand_as(ratio_BL)
         if rules.is_in_reward:
@@ -196,6 +213,13 @@ class Twin:
             advantage_BL = advantage_BL - rules.beta * to_come_BL
         else:
             kl_BL = _divergence(rules.estimator, logp_BL - self._reference[number], ratio_BL)
+        teacher_BL, teaching = torch.zeros_like(logp_BL), rules.teaching
+        if teaching is not None and teaching.divergence == "sampled":
+            teacher_BL = old_BL - self._taught[number][0]
+            to_come_BL = _discount(torch.where(mask_BL, teacher_BL, 0.0), mask_BL, teaching.discount)
+            advantage_BL = advantage_BL - teaching.coef * to_come_BL
+        elif teaching is not None:
+            teacher_BL = _diverge(teaching, all_BLV, self._taught[number][2])
         if rules.loss == "gspo":
             # The sequence's ratio, as its authors write it for tokens with advantages of their own.
             mean_BL = _mean_of_responses(logp_BL - old_BL, mask_BL)
@@ -206,6 +230,8 @@ class Twin:
         if not rules.is_in_reward:
             loss_BL = loss_BL + rules.beta * kl_BL
         loss_BL = loss_BL - rules.entropy * entropy_BL
+        if teaching is not None and teaching.divergence != "sampled":
+            loss_BL = loss_BL + teaching.coef * teacher_BL
         deviation = self._deviation(advantage_BL, mask_BL)
         loss = self._aggregate(loss_BL, mask_BL) / deviation
         loss.backward()
@@ -217,6 +243,7 @@ class Twin:
                 "loss": loss_BL / deviation,
                 "ratio": ratio_BL,
                 "kl": kl_BL,
+                "teacher_kl": teacher_BL,
                 "entropy_policy": entropy_BL,
                 "entropy": -old_BL,
                 "mismatch": away_BL.abs(),
@@ -254,8 +281,8 @@ class Twin:
 
     def _log_probs(
         self, model: torch.nn.Module, batch: _Padded, with_gradients: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return log-probs and entropies."""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return log-probs, entropies, and the log-probs of all tokens."""
         lengths_R = batch.attention_RL.sum(1)
         order_R = lengths_R.argsort()
         parts = []
@@ -266,10 +293,10 @@ class Twin:
                 ids_RL, attention_RL = (values_RL[rows, :length] for values_RL in (batch.ids_RL, batch.attention_RL))
                 found = log_probs_and_entropies(model, ids_RL, attention_RL, self.rules.temperature)
                 missing = batch.ids_RL.shape[1] - length
-                parts.append([torch.nn.functional.pad(values_RL, (0, missing)) for values_RL in found])
+                parts.append([_pad_end(values, missing) for values in found])
         place = order_R.argsort()[batch.row_BL], batch.column_BL
-        log_probs_BL, entropies_BL = (torch.cat(values)[place] for values in zip(*parts, strict=True))
-        return log_probs_BL, entropies_BL
+        log_probs_BL, entropies_BL, all_BLV = (torch.cat(values)[place] for values in zip(*parts, strict=True))
+        return log_probs_BL, entropies_BL, all_BLV
 
     def _deviation(self, advantage_BL: torch.Tensor, mask_BL: torch.Tensor) -> float:
         """Return the divisor of all advantages of an update if it is common to them: over tokens, or over responses."""
@@ -299,13 +326,49 @@ def log_probs(
 
 def log_probs_and_entropies(
     model: torch.nn.Module, ids_BL: torch.Tensor, attention_BL: torch.Tensor, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return these log-probs, and the entropy of the distribution that each token was drawn from."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return these log-probs, and the entropy and the log-probs of the distribution that each token was drawn from."""
     logits_BLV = model(input_ids=ids_BL, attention_mask=attention_BL).logits[:, :-1] / temperature
     all_BLV = logits_BLV.log_softmax(-1)
     chosen_BL = all_BLV.gather(-1, ids_BL[:, 1:, None])[..., 0]
     entropy_BL = -(all_BLV.exp() * all_BLV).sum(-1)
-    return torch.nn.functional.pad(chosen_BL, (1, 0)), torch.nn.functional.pad(entropy_BL, (1, 0))
+    pad = torch.nn.functional.pad
+    return pad(chosen_BL, (1, 0)), pad(entropy_BL, (1, 0)), pad(all_BLV, (0, 0, 1, 0))
+
+
+def _pad_end(values: torch.Tensor, missing: int) -> torch.Tensor:
+    """Pad rows at their end; each place has a value, or those of the vocabulary."""
+    return torch.nn.functional.pad(values, (0, 0) * (values.dim() - 2) + (0, missing))
+
+
+def _discount(values_BL: torch.Tensor, mask_BL: torch.Tensor, discount: float) -> torch.Tensor:
+    """Return each token's value and those of the later ones, which count less with each token between."""
+    sum_B, sums = torch.zeros_like(values_BL[:, 0]), []
+    for value_B, is_token_B in zip(values_BL.unbind(1)[::-1], mask_BL.unbind(1)[::-1], strict=True):
+        sum_B = torch.where(is_token_B, value_B + discount * sum_B, sum_B)
+        sums.append(sum_B)
+    return torch.stack(sums[::-1], dim=1)
+
+
+def _diverge(teaching: Teaching, p_BLV: torch.Tensor, q_BLV: torch.Tensor) -> torch.Tensor:
+    """Return the divergence of log-probs p from the teacher's, q."""
+    if teaching.top_k is not None:
+        most_BLK = q_BLV.topk(teaching.top_k).indices
+        p_BLV, q_BLV = (_lump(log_probs_BLV, most_BLK) for log_probs_BLV in (p_BLV, q_BLV))
+    p, q, share = p_BLV.exp(), q_BLV.exp(), teaching.mixture
+    if teaching.divergence == "reverse":
+        return (p * (p_BLV - q_BLV)).sum(-1)
+    if teaching.divergence == "forward":
+        return (q * (q_BLV - p_BLV)).sum(-1)
+    assert teaching.divergence == "jsd"
+    log_m = (share * q + (1 - share) * p).log()
+    return (share * q * (q_BLV - log_m) + (1 - share) * p * (p_BLV - log_m)).sum(-1)
+
+
+def _lump(log_probs_BLV: torch.Tensor, kept_BLK: torch.Tensor) -> torch.Tensor:
+    """Return the log-probs of these tokens, and that of all others together."""
+    others_BLV = log_probs_BLV.scatter(-1, kept_BLK, -torch.inf)
+    return torch.cat((log_probs_BLV.gather(-1, kept_BLK), others_BLV.logsumexp(-1, keepdim=True)), dim=-1)
 
 
 def responses_log_probs(folder: Path, groups: Sequence[Group], temperature: float) -> list[list[list[float]]]:

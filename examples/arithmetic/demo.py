@@ -56,6 +56,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("demo"))
     parser.add_argument("--reward", default="right_answer", help="a function of examples/arithmetic/reward.py")
     parser.add_argument("--forgotten", type=float, default=task.FORGOTTEN, help="how often solutions forget a carry")
+    parser.add_argument("--hidden-size", type=int, default=model.HIDDEN_SIZE, help="of the tiny model")
     parser.add_argument("--recipe", help="a script of Megatron-LM that trains in place of pretrain_grpo.py")
     parser.add_argument("--python", default=sys.executable, help="the Python that trains; the rest stays on this one")
     parser.add_argument("flags", nargs="*", help="after --: flags for pretrain_grpo.py, which win over the demo's")
@@ -68,7 +69,7 @@ def main() -> None:
     out.mkdir(parents=True)
     task.write_files(out, arguments.seed)
     recipe = warm_up.Recipe(forgotten=arguments.forgotten)
-    before = warm_up.make(out / "model", arguments.seed, recipe, arguments.model)
+    before = warm_up.make(out / "model", arguments.seed, recipe, arguments.model, arguments.hidden_size)
     if arguments.gpu and not torch.cuda.is_available():
         print(describe_missing_gpu(out), file=sys.stderr)
         sys.exit(ExitCode.ENVIRONMENT)

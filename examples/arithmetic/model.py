@@ -15,6 +15,7 @@ import transformers
 END, PAD = "<end>", "<pad>"
 TOKENS = (*"0123456789+=", END, PAD)
 VOCAB_SIZE = 16
+HIDDEN_SIZE = 128
 MAX_LENGTH = 64
 """Tokens of prompt and response together, at most."""
 MEGATRON_FLAGS = (
@@ -26,7 +27,7 @@ MEGATRON_FLAGS = (
 """The Qwen3 as a script of Megatron's describes it. pretrain_grpo.py reads it from the model's config.json."""
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
-    "hidden_size": 128,
+    "hidden_size": HIDDEN_SIZE,
     "intermediate_size": 384,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,

@@ -114,11 +114,13 @@ def main() -> None:
     make(arguments.folder / "model", arguments.seed)
 
 
-def make(folder: Path, seed: int, recipe: Recipe = Recipe(), family: str = "qwen3") -> float:
+def make(
+    folder: Path, seed: int, recipe: Recipe = Recipe(), family: str = "qwen3", hidden_size: int = tiny.HIDDEN_SIZE
+) -> float:
     """Save a model that has been warmed up; return its accuracy on the held-out problems."""
     start = said = time.monotonic()
     sets = task.split(seed)
-    model = tiny.draw(seed, family)
+    model = tiny.draw(seed, family, hidden_size=hidden_size)
     for step, loss, right in warm_up(model, sets, seed, recipe):
         if time.monotonic() - said > 3:
             said = time.monotonic()

@@ -10,6 +10,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
+from megatron_rl.types import Divergence
+
 if TYPE_CHECKING:
     import numpy as np
     import torch
@@ -34,13 +36,13 @@ class Paper:
 
 @dataclasses.dataclass(frozen=True)
 class RoleLogProbs:
-    """The log-probs of a micro-batch's targets under each role; the policy's have gradients."""
+    """The results of the roles for a micro-batch's targets; the policy's have gradients."""
 
     policy_N: "torch.Tensor"
     old_N: "torch.Tensor"
     """Log-probs under the policy that sampled; if it is the policy itself, the policy's own, without gradients."""
     others: "Mapping[str, torch.Tensor]" = dataclasses.field(default_factory=dict)
-    """Log-probs under the other roles, by their names."""
+    """Log-probs under the other roles, by their names; the policy's divergence from roles that declare one."""
     entropies_N: "torch.Tensor | None" = None
     """The entropies of the policy's distributions, with gradients."""
 
@@ -66,7 +68,9 @@ class LossRole:
     is_used: Callable[[Any], bool]
     """Checks whether a run with these settings (an AlgorithmConfig) has the role."""
     compute: "Callable[[RoleLogProbs, Sequences, Any], Term]"
-    """Computes the role's part in the loss from log-probs and the settings."""
+    """Computes the role's part in the loss from the roles' results and the settings."""
+    find_divergence: Callable[[Any], Divergence | None] = lambda config: None
+    """Returns the divergence that the settings need in place of the log-probs of targets; None if they need these."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +87,7 @@ class Targets:
     engine_N: "torch.Tensor | None" = None
     """Log-probs under the policy that sampled, as the engine gave them."""
     others: "Mapping[str, torch.Tensor]" = dataclasses.field(default_factory=dict)
-    """Log-probs under the run's other roles, by their names."""
+    """Log-probs under the run's other roles, by their names, or the policy's divergence from them."""
 
     @property
     def reference_N(self) -> "torch.Tensor | None":

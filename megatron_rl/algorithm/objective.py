@@ -17,6 +17,7 @@ from megatron_rl.algorithm.plug_ins import Metric, find_advantage, find_loss, fi
 from megatron_rl.algorithm.roles import ROLES
 from megatron_rl.algorithm.sequences import Sequences
 from megatron_rl.algorithm.settings import AlgorithmConfig
+from megatron_rl.types import Divergence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,6 +137,14 @@ class Objective:
     config: AlgorithmConfig
     max_tokens: int
     """The most tokens that a response may have."""
+
+    @functools.cached_property
+    def divergences(self) -> dict[str, Divergence]:
+        """The divergences from roles that give no log-probs, by the names of the roles."""
+        of_roles = {
+            name: role.find_divergence(self.config) for name, role in ROLES.items() if role.is_used(self.config)
+        }
+        return {name: divergence for name, divergence in of_roles.items() if divergence is not None}
 
     def share(self, num_targets: int, num_responses: int) -> int:
         """Return a micro-batch's share of the update's denominator."""

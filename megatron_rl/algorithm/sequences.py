@@ -34,15 +34,18 @@ class Sequences:
         """Return values over the length of each target's response."""
         return values_N / self.lengths_S.clamp(min=1).index_select(0, self.sequences_N)
 
-    def sum_from(self, values_N: torch.Tensor) -> torch.Tensor:
-        """Return the sum over each target and those after it in its response."""
+    def sum_from(self, values_N: torch.Tensor, discount: float = 1.0) -> torch.Tensor:
+        """Return the sum over each target and those after it in its response, each discounted by its distance."""
         spread_SL = self._spread(values_N)
         # cumsum has no fixed order on some devices.
         missing = -spread_SL.shape[1] % _BLOCK
         spread_SBT = torch.nn.functional.pad(spread_SL, (0, missing)).unflatten(1, (-1, _BLOCK))
-        within_SBT = spread_SBT @ _lower_triangle(_BLOCK, values_N)
-        after_SB = spread_SBT.sum(2) @ _lower_triangle(spread_SBT.shape[1], values_N).tril(-1)
-        summed_SL = (within_SBT + after_SB[:, :, None]).flatten(1)
+        powers_T = discount ** torch.arange(_BLOCK + 1, dtype=values_N.dtype, device=values_N.device)
+        within_SBT = spread_SBT @ _lower_triangle(_BLOCK, values_N, discount)
+        # The sums of later blocks, as the block after this one counts them.
+        of_blocks_SB = (spread_SBT * powers_T[:-1]).sum(2)
+        after_SB = of_blocks_SB @ _lower_triangle(spread_SBT.shape[1], values_N, discount**_BLOCK, first=1)
+        summed_SL = (within_SBT + after_SB[:, :, None] * powers_T[1:].flip(0)).flatten(1)
         return summed_SL.flatten().index_select(0, self._places(summed_SL.shape[1]))
 
     def _spread(self, values_N: torch.Tensor) -> torch.Tensor:
@@ -57,5 +60,9 @@ class Sequences:
         return positions_N + (numbers_S * width - starts_S).index_select(0, self.sequences_N)
 
 
-def _lower_triangle(size: int, like: torch.Tensor) -> torch.Tensor:
-    return torch.ones(size, size, dtype=like.dtype, device=like.device).tril()
+def _lower_triangle(size: int, like: torch.Tensor, base: float, first: int = 0) -> torch.Tensor:
+    """Make a triangle of powers: those of 0 `first` places below the diagonal."""
+    places = torch.arange(size, device=like.device)
+    exponents = places[:, None] - places - first
+    powers = base ** exponents.clamp(min=0).to(like.dtype)
+    return powers.masked_fill(exponents < 0, 0.0)

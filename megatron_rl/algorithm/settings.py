@@ -112,6 +112,39 @@ class AlgorithmConfig(LossSettings):
         "before it.",
         "--grpo-kl-in",
     )
+    teacher: Path | None = own_flag(
+        None,
+        "The Hugging Face folder of a teacher, a model of any size with the policy's vocabulary: the policy learns its "
+        "distribution of the tokens that follow what the policy samples.",
+        "--teacher",
+    )
+    opd_coef: float = own_flag(1.0, "The weight of the divergence from the teacher.", "--opd-coef", bound="above 0")
+    opd_divergence: Literal["sampled", "reverse", "forward", "jsd"] = own_flag(
+        "sampled",
+        "The divergence of the policy P from the teacher Q: an estimate of KL(P, Q) from the sampled token, as its "
+        "reward; or over the vocabulary, as a term of the loss, KL(P, Q), KL(Q, P), or the weighted mean of both from "
+        "their mixture.",
+        "--opd-divergence",
+    )
+    opd_top_k: int | None = own_flag(
+        None,
+        "The teacher's likeliest tokens that count singly in a divergence over the vocabulary; all others count "
+        "together, as one token. All count singly if not given.",
+        "--opd-top-k",
+        bound="at least 1",
+    )
+    opd_mixture: float = own_flag(
+        0.5,
+        "The teacher's weight in the mixture of `--opd-divergence jsd`, and that of its divergence from the mixture.",
+        "--opd-mixture",
+        bound="above 0 and below 1",
+    )
+    opd_discount: float = own_flag(
+        0.0,
+        "The factor by which a sampled divergence counts in the reward of the token before it.",
+        "--opd-discount",
+        bound="between 0 and 1",
+    )
     replay_routing: bool = own_flag(
         False,
         "In the later updates of an iteration, send tokens to the experts that the old policy's routers choose, in "

@@ -15,6 +15,7 @@ from megatron_rl.rewards.spec import find_weights
 _PLUG_INS = "megatron_rl.algorithm.plug_in_checks"
 _FILTER, _BY = "--grpo-filter-groups-with-same-reward", "--grpo-filter-by"
 _SUM = "sum"
+_OF_TEACHER = ("opd_coef", "opd_divergence", "opd_top_k", "opd_mixture", "opd_discount")
 
 
 def check_algorithm(settings: DraftSettings) -> Iterator[str]:
@@ -23,11 +24,16 @@ def check_algorithm(settings: DraftSettings) -> Iterator[str]:
     sources = {field: source.partition(" ")[0] for field, source in settings.sources.items()}
     has_bound = algorithm.importance_truncation is not None or algorithm.correction_lower is not None
     correction, beta = "--rl-inference-logprobs-is-correction", "--grpo-kl-beta"
+    over_vocabulary = "a divergence over the vocabulary, --opd-divergence reverse, forward or jsd"
     for field, needed, is_there in (
         *_list_loss_needs(algorithm.loss),
         ("spare_prompts", _FILTER, algorithm.filter_groups),
         ("kl_estimator", beta, algorithm.kl_beta > 0),
         ("kl_in", beta, algorithm.kl_beta > 0),
+        *((field, "--teacher", algorithm.teacher is not None) for field in _OF_TEACHER),
+        ("opd_top_k", over_vocabulary, algorithm.opd_divergence != "sampled"),
+        ("opd_mixture", "--opd-divergence jsd", algorithm.opd_divergence == "jsd"),
+        ("opd_discount", "--opd-divergence sampled", algorithm.opd_divergence == "sampled"),
         ("correction_lower", correction, algorithm.importance_correction),
         ("correction_level", correction, algorithm.importance_correction),
         ("correction_mode", correction, algorithm.importance_correction),
@@ -62,6 +68,13 @@ def check_algorithm(settings: DraftSettings) -> Iterator[str]:
         yield (
             f"{estimator} in the reward hardly pulls towards the reference, since the first order of its effect "
             "cancels: write k1, or --grpo-kl-in loss"
+        )
+    if algorithm.name == "opd" and algorithm.teacher is None:
+        yield "--algorithm opd needs --teacher: write the folder of the model that teaches"
+    if algorithm.teacher is not None and algorithm.opd_divergence != "sampled" and settings.loop.tri_model != "fused":
+        yield (
+            f"--opd-divergence {algorithm.opd_divergence} and --tri-model {settings.loop.tri_model} cannot be given "
+            "together, because only one pass has both distributions: write --tri-model fused, or sampled"
         )
     yield from _check_advantage(settings)
     if algorithm.metrics or names_function(algorithm.loss) or names_function(algorithm.advantage):
@@ -112,6 +125,11 @@ def _check_advantage(settings: DraftSettings) -> Iterator[str]:
         for what, is_given, remedy in (
             ("--grpo-kl-in loss", algorithm.kl_beta and algorithm.kl_in == "loss", "write --grpo-kl-in reward"),
             ("--grpo-entropy-coef", algorithm.entropy_coef, "drop one of them"),
+            (
+                f"--opd-divergence {algorithm.opd_divergence}",
+                algorithm.teacher is not None and algorithm.opd_divergence != "sampled",
+                "write sampled",
+            ),
             ("--moe-aux-loss-coeff", is_known and config.moe_aux_loss_coeff, "drop one of them"),
             ("--moe-z-loss-coeff", is_known and config.moe_z_loss_coeff, "drop one of them"),
         ):

@@ -270,6 +270,8 @@ def _check_platform(settings: DraftSettings, model: Architecture) -> Iterator[st
         )
 
 
+DIVISION_CHECKS = (_check_tensor_parallel, _check_context_parallel, _check_linear_layers, _check_expert_parallel)
+"""The checks of a model's division over ranks, except for its stages."""
 MODEL_CHECKS = (
     _check_architecture, _check_engines, _check_tensor_parallel, _check_context_parallel, _check_linear_layers,
     _check_pipeline_parallel, _check_virtual_stages, _check_expert_parallel, _check_auxiliary_losses, _check_recompute,

@@ -1,6 +1,7 @@
 """The parser of a command line into checked settings. The argparse namespace does not leave this file."""
 
 import dataclasses
+import importlib
 import os
 import re
 import sys
@@ -26,6 +27,8 @@ from megatron_rl.versions import find_docs
 
 __all__ = ["RunSettings", "Settings", "list_problems", "parse", "parse_run", "parse_sizes"]
 
+# Only runs with a teacher import it.
+_TEACHER = "megatron_rl.command_line.teacher"
 _MISSING = re.compile(r"--[a-z][\w-]* is missing:")
 
 
@@ -187,10 +190,16 @@ def _resolve_settings(reading: _Reading, world_size: int | None, needs_folder: b
         notes=(*reading.notes, *fields.notes),
     )
     reading.consider((*fields.problems, *checks.check_settings(settings)))
+    written = settings
     if architecture is not None:
         settings = choose_backends(settings, architecture, reading.chip, reading.consider)
     if not reading.problems:
         reading.problems += refusals
+    if settings.algorithm.teacher is not None and settings.run.stage == "grpo" and not reading.problems:
+        resolve_teacher = importlib.import_module(_TEACHER).resolve_teacher
+        teacher, problems = resolve_teacher(written, reading.flags, given, platform, reading.chip)
+        reading.consider(problems)
+        settings = dataclasses.replace(settings, teacher=teacher)
     if architecture is not None and not reading.problems:
         notes = (
             *_note_other_defaults(reading, settings.run.stage, settings.observe.verbose),

@@ -259,10 +259,12 @@ def _check_reference(settings: DraftSettings) -> Iterator[str]:
 
 def _check_offload(settings: DraftSettings, division: Division) -> Iterator[str]:
     has_old = division.plan.num_updates > 1 and settings.loop.tri_model == "fused"
-    if settings.loop.frozen_offload and not settings.algorithm.kl_beta and not has_old:
+    has_other = settings.algorithm.kl_beta or settings.algorithm.teacher is not None
+    if settings.loop.frozen_offload and not has_other and not has_old:
         yield (
-            "--frozen-offload has no model to keep in host memory: a reference needs --grpo-kl-beta, an old policy "
-            "several updates an iteration and --tri-model fused; write one of them, or drop the flag"
+            "--frozen-offload has no model to keep in host memory: a reference needs --grpo-kl-beta, a teacher "
+            "--teacher, an old policy several updates an iteration and --tri-model fused; write one of them, or drop "
+            "the flag"
         )
 
 

@@ -24,6 +24,7 @@ from typing import Any
 
 from megatron_rl.errors import UsageError
 from megatron_rl.shared.protocol.wire import BUFFER_BYTES, NUM_BUFFERS
+from megatron_rl.shared.weights.families import read_architecture
 from megatron_rl.shared.weights.mapping import Mapping, TensorSpec
 from megatron_rl.types import Architecture
 
@@ -173,6 +174,7 @@ class RankMemory:
     recomputed: Recomputed = Recomputed()
     num_frozen: int = 0
     is_frozen_offloaded: bool = False
+    teacher: Architecture | None = None
     streams: bool = True
     """True if weights reach engines from device to device."""
 
@@ -182,13 +184,9 @@ class RankMemory:
         return max((self._estimate_stage(micro, stage) for stage in stages), key=lambda one: one.total)
 
     def _estimate_stage(self, micro: Micro, stage: int) -> RankBytes:
-        size, split, parameter = count_parameters(self.architecture), self.split, self.parameter
+        split, parameter = self.split, self.parameter
         is_last = stage == split.pipeline - 1
-        layers = -(-self.architecture.num_layers // split.pipeline)
-        # A lone stage with a tied embedding has one copy of it; of several stages, each end has one.
-        copies = 2 if split.pipeline == 1 and not self.architecture.tied_embeddings else 1
-        of_experts = layers * size.of_experts / (split.expert * split.expert_tensor)
-        others = (layers * size.of_layer + copies * size.of_vocabulary) / split.tensor
+        layers, others, of_experts = self._count_stage(self.architecture)
         owned = others + of_experts
         if parameter.is_state_divided:
             ranks = split.replicas * split.context
@@ -200,17 +198,30 @@ class RankMemory:
             kept += (
                 micro.tokens / split.row_ranks * self.architecture.hidden_size * (10 if parameter.weight == 2 else 8)
             )
-        two_layers = 2 * weights / layers if self.num_frozen else 0
+        frozen, two_layers = self.num_frozen * weights, 2 * weights / layers if self.num_frozen else 0.0
+        if self.teacher is not None:
+            of_layers, *of_teacher = self._count_stage(self.teacher)
+            frozen += sum(of_teacher) * parameter.weight
+            two_layers = max(two_layers, 2 * sum(of_teacher) * parameter.weight / of_layers)
         logits = micro.tokens / split.context * self.architecture.vocab_size / split.tensor * parameter.weight
         return RankBytes(
             weights=weights,
             gradients=(others + of_experts) * parameter.gradient,
             optimizer=owned * parameter.state * (1 - parameter.offloaded),
-            frozen=two_layers if self.is_frozen_offloaded else self.num_frozen * weights,
+            frozen=two_layers if self.is_frozen_offloaded else frozen,
             activations=count_chunks_in_flight(split, stage, micro.num_in_schedule) / split.num_virtual * kept,
             workspace=of_layer + (min(LOGITS, logits) if is_last else 0),
             publish=count_streamed(self.architecture, parameter.weight) if self.streams else 0,
         )
+
+    def _count_stage(self, architecture: Architecture) -> tuple[int, float, float]:
+        """Count a model's layers in a stage, and this rank's parameters there, without and in experts."""
+        size, split = count_parameters(architecture), self.split
+        layers = -(-architecture.num_layers // split.pipeline)
+        # A lone stage with a tied embedding has one copy of it; of several stages, each end has one.
+        copies = 2 if split.pipeline == 1 and not architecture.tied_embeddings else 1
+        others = (layers * size.of_layer + copies * size.of_vocabulary) / split.tensor
+        return layers, others, layers * size.of_experts / (split.expert * split.expert_tensor)
 
     def _count_kept(self, micro: Micro, layers: int) -> tuple[float, float]:
         """Return the bytes that a stage keeps of a micro-batch, and those that one layer keeps for its backward pass.
@@ -284,7 +295,7 @@ def _count_kept_of_attention(architecture: Architecture, item: int) -> float:
 def read_rank_memory(look_up: LookUp, architecture: Architecture, replicas: int) -> RankMemory:
     """Return the values of a run's settings that decide a rank's memory."""
     is_sampled, rank = look_up("run.stage") == "grpo", look_up("lora.rank")
-    parameter = read_parameter_bytes(look_up)
+    parameter, teacher = read_parameter_bytes(look_up), look_up("algorithm.teacher")
     if rank:
         # Adapters have about this share of the parameters of their layers, and nothing else is trained.
         share = min(1.0, 3 * rank / architecture.hidden_size)
@@ -297,6 +308,7 @@ def read_rank_memory(look_up: LookUp, architecture: Architecture, replicas: int)
         # Adapters leave their base to all roles.
         num_frozen=count_frozen(look_up, _count_updates(look_up)) if is_sampled and not rank else 0,
         is_frozen_offloaded=bool(look_up("loop.frozen_offload")),
+        teacher=read_architecture(teacher) if is_sampled and teacher is not None else None,
         streams=is_sampled and look_up("rollout.transport") != "shm",
     )
 

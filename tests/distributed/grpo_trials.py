@@ -32,7 +32,7 @@ from megatron_rl.trainer.loop.measures import Learned, Measures, UpdateOutcome, 
 from megatron_rl.trainer.loop.rollouts import build_batcher
 from megatron_rl.trainer.mcore.session import Session, start_session
 from megatron_rl.trainer.mcore.step.forward_step import is_reporter
-from megatron_rl.trainer.mcore.step.policy import Policy, build_policy, build_reference
+from megatron_rl.trainer.mcore.step.policy import Policy, build_policy, build_reference, build_teacher
 from megatron_rl.trainer.mcore.step.roles import Roles, build_roles
 from megatron_rl.trainer.mcore.step.trace import StepTrace
 from tests.distributed.layouts import Model, gather_reduced_shards
@@ -99,6 +99,8 @@ def build_run(
     num_updates = sizes.plan.num_updates
     policy = build_policy(settings, session, num_iterations * num_updates)
     others = {} if reference is None else {"reference": build_reference(settings, session, reference)}
+    if settings.teacher is not None:
+        others["teacher"] = build_teacher(settings, session)
     return Run(session, settings, sizes, policy, build_roles(settings, session, policy, others, num_updates, trace))
 
 
@@ -122,6 +124,7 @@ class Witness:
         self.log_probs: dict[int, list[RoleLogProbs]] = {}
         self.share = objective.share
         self.config = objective.config
+        self.divergences = objective.divergences
         self._loss = objective.loss
         self._model = model
         self._step = policy.optimizer.step
@@ -274,6 +277,7 @@ def _in_log_probs(change: Callable[[RoleLogProbs], RoleLogProbs]) -> Callable[[P
         parts.objective = types.SimpleNamespace(
             config=true.config,
             share=true.share,
+            divergences=true.divergences,
             loss=lambda log_probs, *tensors: true.loss(change(log_probs), *tensors),
         )
 

@@ -200,7 +200,7 @@ def errors(seen: Seen, expected: Expected) -> dict[str, float]:
     found = {tensor: error, "norm": norm_over_bound(seen.outcome.gradient_norm, theirs, truth)}
     terms = (theirs.per_token["loss"], truth.per_token["loss"])
     found["loss"] = weighted_over_bound(seen.sums["loss"] / seen.outcome.denominator, truth.loss, *terms)
-    for kind in ("ratio", "kl", "entropy", "mismatch", "mismatch_kl", "entropy_policy"):
+    for kind in ("ratio", "kl", "entropy", "mismatch", "mismatch_kl", "entropy_policy", "teacher_kl"):
         if kind not in seen.sums:
             continue
         terms = (theirs.per_token[kind], truth.per_token[kind])

@@ -16,6 +16,7 @@ from megatron_rl.algorithm.library import (
     gdpo,
     grpo,
     gspo,
+    opd,
     ppo,
     reinforce_plus_plus,
     rloo,
@@ -34,6 +35,7 @@ ALGORITHMS: Mapping[str, Algorithm] = {
     "reinforce_plus_plus": reinforce_plus_plus.REINFORCE_PLUS_PLUS,
     "gdpo": gdpo.GDPO,
     "dppo": dppo.DPPO,
+    "opd": opd.OPD,
 }
 
 

@@ -14,9 +14,9 @@ import torch
 
 from megatron_rl.ops.backends import Backends, Conditions, Example
 from megatron_rl.ops.log_probs import plain
-from megatron_rl.ops.log_probs.function import BlockBackend, Columns, LogProbs, VocabularyShard
+from megatron_rl.ops.log_probs.function import BlockBackend, Columns, LogProbs, TargetRows, VocabularyShard
 
-__all__ = ["BACKENDS", "VocabularyShard", "output_log_probs"]
+__all__ = ["BACKENDS", "TargetRows", "VocabularyShard", "output_log_probs"]
 
 # The trial's rows are divided over programs. Its columns end within a step of a program. There are blocks of two sizes,
 # and padding.

@@ -4,7 +4,7 @@ Each row has a few numbers, `RowStatistics`, of which its softmax and its gradie
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -33,6 +33,14 @@ class VocabularyShard:
         if self.group is not None and self.group.size() > 1:
             dist.all_reduce(tensor, op, group=self.group)
         return tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class TargetRows:
+    """The rows of a model that predict targets, and this rank's part of its output layer."""
+
+    hidden_NE: torch.Tensor
+    weight_VE: torch.Tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,25 +202,53 @@ class LogProbs(torch.autograd.Function):
         weight has a main gradient to add to, that is where its gradient is added instead.
         """
         hidden_NE, weight_VE, max_N, sum_N, entropies_N = ctx.saved_tensors
-        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        grad_hidden_NE = torch.zeros_like(hidden_NE, dtype=find_statistics_dtype(hidden_NE)) if needs_hidden else None
-        main_grad_VE = None if ctx.parameter is None or not needs_weight else find_main_grad(ctx.parameter)
-        grad_weight_VE = torch.empty_like(weight_VE) if needs_weight and main_grad_VE is None else None
         factors = GradientFactors.of(grad, ctx.temperature, max_N, sum_N, entropies_N)
-        for block, targets_N in ctx.columns.blocks():
-            weight_CE = weight_VE[block]
-            grad_NC = ctx.backend.differentiate_block(factors, hidden_NE, weight_CE, targets_N, ctx.temperature)
-            if grad_hidden_NE is not None:
-                ctx.backend.add_product(grad_hidden_NE, grad_NC, weight_CE)
-            if main_grad_VE is not None:
-                add_product(main_grad_VE[block], grad_NC.t(), hidden_NE)
-            elif grad_weight_VE is not None:
-                torch.mm(grad_NC.t(), hidden_NE, out=grad_weight_VE[block])
-            # Otherwise the gradient would stay in memory while the next block is computed.
-            del grad_NC
+
+        def differentiate(block: slice, targets_N: torch.Tensor) -> torch.Tensor:
+            return ctx.backend.differentiate_block(factors, hidden_NE, weight_VE[block], targets_N, ctx.temperature)
+
+        grads = add_block_gradients(
+            hidden_NE, weight_VE, ctx.columns, ctx.parameter, ctx.needs_input_grad, differentiate, ctx.backend
+        )
+        return *grads, None, None, None, None, None
+
+
+class AddsProducts(Protocol):
+    """The part of a backend that adds the gradient of hidden states."""
+
+    def add_product(self, sum_NE: torch.Tensor, grad_NC: torch.Tensor, weight_CE: torch.Tensor, /) -> None: ...
+
+
+def add_block_gradients(
+    hidden_NE: torch.Tensor,
+    weight_VE: torch.Tensor,
+    columns: Columns,
+    parameter: torch.Tensor | None,
+    needs: Sequence[bool],
+    differentiate: Callable[[slice, torch.Tensor], torch.Tensor],
+    backend: AddsProducts,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Compute the gradients of hidden states and weight from those of each block's logits.
+
+    `needs` says which of the two are wanted. Only with a `parameter` is the weight's gradient added to its main one.
+    """
+    needs_hidden, needs_weight = needs[:2]
+    grad_hidden_NE = torch.zeros_like(hidden_NE, dtype=find_statistics_dtype(hidden_NE)) if needs_hidden else None
+    main_grad_VE = None if parameter is None or not needs_weight else find_main_grad(parameter)
+    grad_weight_VE = torch.empty_like(weight_VE) if needs_weight and main_grad_VE is None else None
+    for block, targets_N in columns.blocks():
+        grad_NC = differentiate(block, targets_N)
+        if grad_hidden_NE is not None:
+            backend.add_product(grad_hidden_NE, grad_NC, weight_VE[block])
         if main_grad_VE is not None:
-            grad_weight_VE = mark_as_added(ctx.parameter)
+            add_product(main_grad_VE[block], grad_NC.t(), hidden_NE)
         elif grad_weight_VE is not None:
-            grad_weight_VE[ctx.columns.num_real :] = 0
-        grad_hidden_NE = None if grad_hidden_NE is None else grad_hidden_NE.to(hidden_NE.dtype)
-        return grad_hidden_NE, grad_weight_VE, None, None, None, None, None
+            torch.mm(grad_NC.t(), hidden_NE, out=grad_weight_VE[block])
+        # Otherwise the gradient would stay in memory while the next block is computed.
+        del grad_NC
+    if main_grad_VE is not None:
+        assert parameter is not None
+        grad_weight_VE = mark_as_added(parameter)
+    elif grad_weight_VE is not None:
+        grad_weight_VE[columns.num_real :] = 0
+    return None if grad_hidden_NE is None else grad_hidden_NE.to(hidden_NE.dtype), grad_weight_VE

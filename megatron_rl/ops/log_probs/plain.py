@@ -25,7 +25,7 @@ def add_block(
     temperature: float,
 ) -> None:
     """Add the columns of a block of the weight. Targets outside the block are those of other blocks."""
-    scaled_NC = _scale_logits(hidden_NE, weight_CE, temperature)
+    scaled_NC = scale_logits(hidden_NE, weight_CE, temperature)
     columns_N1, is_here_N1 = find_targets(targets_N, len(weight_CE))
     statistics.chosen_N += scaled_NC.gather(1, columns_N1).masked_fill(~is_here_N1, 0.0)[:, 0]
     statistics.num_holders_N += is_here_N1[:, 0]
@@ -47,7 +47,7 @@ def differentiate_block(
     temperature: float,
 ) -> torch.Tensor:
     """Compute the gradient of a block's logits, in the weight's dtype."""
-    grad_NC = _scale_logits(hidden_NE, weight_CE, temperature)
+    grad_NC = scale_logits(hidden_NE, weight_CE, temperature)
     grad_NC.sub_(factors.max_N[:, None])
     if factors.slope_N is None:
         grad_NC.exp_().mul_(factors.miss_N[:, None])
@@ -63,7 +63,7 @@ def add_product(sum_NE: torch.Tensor, grad_NC: torch.Tensor, weight_CE: torch.Te
     sum_NE += grad_NC @ weight_CE
 
 
-def _scale_logits(hidden_NE: torch.Tensor, weight_CE: torch.Tensor, temperature: float) -> torch.Tensor:
+def scale_logits(hidden_NE: torch.Tensor, weight_CE: torch.Tensor, temperature: float) -> torch.Tensor:
     """Compute logits, divided by the temperature, in at least 32 bits. The caller may overwrite them."""
     logits_NC = torch.nn.functional.linear(hidden_NE, weight_CE)
     return logits_NC.to(find_statistics_dtype(hidden_NE)).div_(temperature)

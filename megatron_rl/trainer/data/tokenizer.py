@@ -26,6 +26,31 @@ TOOLS = "tools"
 _ANSWER = "megatronrl0answer"
 
 
+def load_tokenizer(folder: Path, flag: str = "--hf-model") -> Any:
+    """Load the tokenizer of a Hugging Face folder, without using the network or running code of the folder."""
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise PlatformError(f"prompts are tokenized with transformers: {error}; install transformers") from None
+    if not folder.is_dir():
+        raise InputError(f"{flag} {folder} must be a folder: write the folder of model and tokenizer")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    # Many libraries take part in reading a tokenizer's files, and any of them may raise its own exceptions.
+    except Exception as error:
+        raise InputError(
+            f"{flag} {folder}: its tokenizer cannot be loaded: {_one_line(error)}; put the model's tokenizer "
+            f"files into the folder"
+        ) from None
+    # Some tokenizer classes load without their files, and then know only their special tokens.
+    if not set(tokenizer.get_vocab()) - set(tokenizer.get_added_vocab()) - set(tokenizer.all_special_tokens):
+        raise InputError(
+            f"{flag} {folder} does not hold a tokenizer's vocabulary: put the model's tokenizer files into the "
+            f"folder (tokenizer.json, or vocab.json with merges.txt, or tokenizer.model; and tokenizer_config.json)"
+        )
+    return tokenizer
+
+
 @dataclasses.dataclass(frozen=True)
 class PromptTokenizer:
     """Makes prompts of rows. The tokenizer adds special tokens to text; in a chat the template writes them."""
@@ -48,28 +73,8 @@ class PromptTokenizer:
         is_left_open: bool = False,
         tools: Sequence[JSON] = (),
     ) -> "PromptTokenizer":
-        """Load the tokenizer of a Hugging Face folder, without using the network or running code of the folder."""
-        try:
-            from transformers import AutoTokenizer
-        except ImportError as error:
-            raise PlatformError(f"prompts are tokenized with transformers: {error}; install transformers") from None
-        if not folder.is_dir():
-            raise InputError(f"--hf-model {folder} must be a folder: write the folder of model and tokenizer")
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-        # Many libraries take part in reading a tokenizer's files, and any of them may raise its own exceptions.
-        except Exception as error:
-            raise InputError(
-                f"--hf-model {folder}: its tokenizer cannot be loaded: {_one_line(error)}; put the model's tokenizer "
-                f"files into the folder"
-            ) from None
-        # Some tokenizer classes load without their files, and then know only their special tokens.
-        if not set(tokenizer.get_vocab()) - set(tokenizer.get_added_vocab()) - set(tokenizer.all_special_tokens):
-            raise InputError(
-                f"--hf-model {folder} does not hold a tokenizer's vocabulary: put the model's tokenizer files into the "
-                f"folder (tokenizer.json, or vocab.json with merges.txt, or tokenizer.model; and tokenizer_config.json)"
-            )
-        return cls(folder, tokenizer, vocab_size, config, is_left_open, tools)
+        """Make prompts with the tokenizer of the policy's folder."""
+        return cls(folder, load_tokenizer(folder), vocab_size, config, is_left_open, tools)
 
     @property
     def end_of_text(self) -> int | None:

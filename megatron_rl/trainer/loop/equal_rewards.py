@@ -74,6 +74,8 @@ def _list_other_terms(settings: Settings) -> Iterator[str]:
         yield "reward functions whose values differ where their sums do not (--grpo-advantage gdpo)"
     if algorithm.kl_beta:
         yield "the divergence from the reference (--grpo-kl-beta)"
+    if algorithm.teacher is not None:
+        yield "the divergence from the teacher (--teacher)"
     if algorithm.entropy_coef:
         yield "the entropy (--grpo-entropy-coef)"
     if transformer.moe_aux_loss_coeff or transformer.moe_z_loss_coeff:

@@ -14,8 +14,10 @@ from megatron_rl.environments.types import Description
 from megatron_rl.errors import InputError
 from megatron_rl.observe import metrics
 from megatron_rl.observe.startup import Startup, describe_prompts
+from megatron_rl.shared.protocol.wire import decode_tokens
 from megatron_rl.shared.records.append_file import read_lines
 from megatron_rl.shared.records.audit_events import list_changes
+from megatron_rl.shared.weights.families import read_architecture
 from megatron_rl.shared.weights.files import Checkpoint
 from megatron_rl.shared.weights.mapping import Mapping
 from megatron_rl.sidecar import load_part
@@ -28,7 +30,8 @@ from megatron_rl.trainer.mcore.checkpoint.checkpointer import EXTRA, check_loade
 if TYPE_CHECKING:
     from megatron_rl.trainer.data.demonstrations import DemonstrationSource
 
-# The module that only runs with demonstrations import.
+# The modules that only runs with demonstrations import, and those with a teacher.
+_TEACHER = "megatron_rl.trainer.data.teacher"
 _DEMONSTRATIONS = "megatron_rl.trainer.data.demonstrations"
 
 
@@ -88,6 +91,8 @@ def load_inputs(settings: RunSettings, checked: CheckedInputs, startup: Startup)
     data = demonstrations or prompts
     assert data is not None
     startup.say(describe_prompts(data.num_rows, data.num_held_out, data.num_read, name))
+    if settings.algorithm.teacher is not None and prompts is not None:
+        _check_teacher(settings.algorithm.teacher, settings, prompts)
     notes = (*settings.notes, *data.notes, *checked.notes)
     return Inputs(prompts, demonstrations, notes, checked.is_finished)
 
@@ -117,6 +122,12 @@ def _tokenize_prompts(settings: RunSettings, rows: PromptRows, offered: Descript
     )
 
 
+def _check_teacher(teacher: Path, settings: Settings, prompts: PromptSource) -> None:
+    assert settings.model.hf_model is not None
+    some = [decode_tokens(prompt.tokens).tolist() for prompt in prompts.list_kinds()]
+    importlib.import_module(_TEACHER).check_tokens(teacher, settings.model.hf_model, some)
+
+
 def _load_demonstrations(settings: RunSettings) -> "DemonstrationSource":
     assert settings.model.hf_model is not None
     loaded: DemonstrationSource = importlib.import_module(_DEMONSTRATIONS).load_demonstrations(
@@ -136,6 +147,9 @@ def _check_weights(settings: Settings) -> None:
         if folder is not None:
             with Checkpoint(folder) as checkpoint:
                 checkpoint.check(Mapping(settings.architecture))
+    if (teacher := settings.algorithm.teacher) is not None:
+        with Checkpoint(teacher) as checkpoint:
+            checkpoint.check(Mapping(read_architecture(teacher)))
 
 
 def check_save_folder(settings: Settings) -> None:

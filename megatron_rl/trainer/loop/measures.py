@@ -186,6 +186,8 @@ def compute_metrics(measures: Measures, updates: Sequence[UpdateOutcome], larges
         metrics["gradient_zeros"] = updates[-1].gradient_zeros
     if "kl" in sums:
         metrics["kl"] = sums["kl"] / targets
+    if "teacher_kl" in sums:
+        metrics["teacher_kl"] = sums["teacher_kl"] / targets
     if "entropy_policy" in sums:
         metrics["entropy_policy"] = sums["entropy_policy"] / targets
     if "correction" in sums:

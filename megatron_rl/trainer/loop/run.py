@@ -1,6 +1,7 @@
 """One rank of a run, from the settings to the exit code; and the parts of a run, each made after what it needs."""
 
 import contextlib
+import dataclasses
 import datetime
 import functools
 import importlib
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 from megatron_rl.algorithm import plug_ins
 from megatron_rl.algorithm.roles.reference import REFERENCE
+from megatron_rl.algorithm.roles.teacher import TEACHER
 from megatron_rl.command_line.describe import describe_own_files
 from megatron_rl.command_line.run import RunSettings, find_shared_folder
 from megatron_rl.config.hardware import find_asked_threads
@@ -39,7 +41,14 @@ from megatron_rl.trainer.loop.trainer import Stage, Trainer
 from megatron_rl.trainer.loop.watch import Watch, meets_in_an_agent
 from megatron_rl.trainer.mcore.model.gpt import INVARIANT
 from megatron_rl.trainer.mcore.session import Session, start_session
-from megatron_rl.trainer.mcore.step.policy import BaseAsReference, FrozenModel, Policy, build_policy, build_reference
+from megatron_rl.trainer.mcore.step.policy import (
+    BaseAsReference,
+    FrozenModel,
+    Policy,
+    build_policy,
+    build_reference,
+    build_teacher,
+)
 
 # Modules that only some runs import: of --stage sft, of --rollout-colocate and of --weights-bridge.
 _SUPERVISED = "megatron_rl.trainer.loop.supervised"
@@ -155,7 +164,10 @@ def _prepare_device(settings: RunSettings, session: Session, startup: Startup) -
         if settings.rollout.is_batch_invariant:
             session.run_or_raise_everywhere(lambda: _try_invariance(settings))
         return settings
-    settings = importlib.import_module(_SETTLING).settle_backends(settings, session, startup.say)
+    settle = importlib.import_module(_SETTLING).settle_backends
+    if settings.teacher is not None:
+        settings = dataclasses.replace(settings, teacher=settle(settings.teacher, session, startup.say))
+    settings = settle(settings, session, startup.say)
     session.run_or_raise_everywhere(lambda: _try_main_gradients(settings, session.device))
     return settings
 
@@ -275,11 +287,20 @@ def _check_guest(rank: Rank, policy: Policy) -> None:
 
 def _build_others(rank: Rank, policy: Policy) -> dict[str, FrozenModel]:
     """Build the models of the roles that the loss needs, by the names of the roles."""
+    settings, others = rank.settings, dict[str, FrozenModel]()
+    if settings.run.stage == "sft":
+        return others
+    if REFERENCE.is_used(settings.algorithm):
+        others[REFERENCE.name] = _build_reference(rank, policy)
+    if TEACHER.is_used(settings.algorithm):
+        others[TEACHER.name] = build_teacher(settings, rank.session)
+    return others
+
+
+def _build_reference(rank: Rank, policy: Policy) -> FrozenModel:
     settings = rank.settings
-    if settings.run.stage == "sft" or not REFERENCE.is_used(settings.algorithm):
-        return {}
     if policy.base is not None:
-        return {REFERENCE.name: BaseAsReference(policy, rank.session, settings.publish.dtype)}
+        return BaseAsReference(policy, rank.session, settings.publish.dtype)
     folder = settings.algorithm.ref_model or settings.model.hf_model
     assert folder is not None
-    return {REFERENCE.name: build_reference(settings, rank.session, folder, rank.recipe.build_model)}
+    return build_reference(settings, rank.session, folder, rank.recipe.build_model)

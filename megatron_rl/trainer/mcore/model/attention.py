@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,11 +13,12 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
+from megatron_rl.ops.log_probs import TargetRows
 from megatron_rl.ops.shared_prompt import shared_prompt_attention
 from megatron_rl.trainer.data.packing import Pack
 from megatron_rl.trainer.data.routing import Routing
 from megatron_rl.trainer.mcore.model import context, rope
-from megatron_rl.types import Architecture
+from megatron_rl.types import Architecture, Divergence
 
 
 @dataclasses.dataclass
@@ -30,6 +32,9 @@ class PackParams(PackedSeqParams):
     """The cosines and sines of rope for this rank's rows; None if Megatron's operations rotate queries and keys."""
     routing: Routing | None = None
     """The given experts of the rows of this rank's routers; None if the routers choose."""
+    teachers: Sequence[tuple[TargetRows, Divergence]] = ()
+    gives_rows: bool = False
+    """Whether the model returns the rows that predict targets in place of log-probs."""
 
 
 class SharedPromptAttention(MegatronModule):

@@ -20,7 +20,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
 from megatron_rl.config.settings import Settings
-from megatron_rl.ops.log_probs import VocabularyShard, output_log_probs
+from megatron_rl.ops.log_probs import TargetRows, VocabularyShard, output_log_probs
 from megatron_rl.ops.qkv import make_rotation
 from megatron_rl.platforms import select
 from megatron_rl.trainer.data.packing import Pack
@@ -31,10 +31,12 @@ from megatron_rl.trainer.mcore.model.fusions import fuse_layers
 from megatron_rl.trainer.mcore.model.replay import select_routing
 from megatron_rl.trainer.mcore.model.router import counting, freeze_router_biases, settle_choices, settle_expert_biases
 from megatron_rl.trainer.mcore.model.spec import block_spec
-from megatron_rl.types import Architecture
+from megatron_rl.types import Architecture, Divergence
 
 INVARIANT = "megatron_rl.trainer.mcore.model.invariant"
 """The module of --batch-invariant, which other runs do not import."""
+_DIVERGENCE = "megatron_rl.ops.log_probs.divergence"
+"""The module of distributions that a teacher gives, which other runs do not import."""
 ADAPTER = "adapter"
 """The name under which a linear layer has its adapter (`lora.py`)."""
 
@@ -72,12 +74,20 @@ class PackedGPTModel(GPTModel):
             self.rotary_pos_emb.forward = lambda *_, **__: None
 
     def forward(  # type: ignore[override]
-        self, pack: Pack, temperature: float = 1.0, with_entropies: bool = False, routing: Routing | None = None
-    ) -> torch.Tensor:
+        self,
+        pack: Pack,
+        temperature: float = 1.0,
+        with_entropies: bool = False,
+        routing: Routing | None = None,
+        teachers: Sequence[tuple[TargetRows, Divergence]] = (),
+        gives_rows: bool = False,
+    ) -> torch.Tensor | TargetRows:
         """Compute log-probs [N] of logits / temperature, or the hidden states for the next stage.
 
-        With `with_entropies`, return [N, 2]: each log-prob, and the entropy of its distribution. `routing` has the
-        experts of this rank's rows; without it, they are those of the pack, if it has any.
+        With `with_entropies` or `teachers`, return a column for each log-prob, the entropy of its distribution, and its
+        divergence from each teacher's distribution, [N, ...]. With `gives_rows`, the last stage returns the rows that
+        such a distribution is made of. `routing` has the experts of this rank's rows; without it, they are those of the
+        pack, if it has any.
         """
         rows = context.own_rows(pack.num_tokens, self.pg_collection.cp)
         has_kernel = self.qkv_backend != "torch" and self._local_frequencies_F is None
@@ -94,6 +104,8 @@ class PackedGPTModel(GPTModel):
             with_entropies=with_entropies,
             rotation_R2F=rotation_R2F,
             routing=routing,
+            teachers=teachers,
+            gives_rows=gives_rows,
         )
         with counting(self, pack, rows):
             return super().forward(
@@ -156,23 +168,28 @@ class PackedGPTModel(GPTModel):
             )
         hidden_RE, group = hidden_R1E.squeeze(1), self.pg_collection.cp
         if group.size() == 1:
-            return self._log_probs(hidden_RE, pack.target_rows_N, pack.target_tokens_N, packed_seq_params)
+            return self._read_targets(hidden_RE, pack.target_rows_N, pack.target_tokens_N, packed_seq_params)
         rows = context.own_rows(pack.num_tokens, group)
         places_M = pack.places_of_part(group.rank(), group.size())
         rows_M, tokens_M = (
             targets_N.index_select(0, places_M) for targets_N in (pack.target_rows_N, pack.target_tokens_N)
         )
-        log_probs_M = self._log_probs(hidden_RE, rows_M - rows.start, tokens_M, packed_seq_params)
-        return context.combine_targets(log_probs_M, places_M, len(pack.target_rows_N), group)
+        read = self._read_targets(hidden_RE, rows_M - rows.start, tokens_M, packed_seq_params)
+        if isinstance(read, TargetRows):
+            return read
+        return context.combine_targets(read, places_M, len(pack.target_rows_N), group)
 
-    def _log_probs(
+    def _read_targets(
         self, hidden_RE: torch.Tensor, rows_M: torch.Tensor, tokens_M: torch.Tensor, params: PackParams
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | TargetRows:
         # Rows repeat, as a prompt's last one does: index_select adds gradients in a fixed order, and indexing does not.
         hidden_ME = hidden_RE.index_select(0, rows_M)
         weight_VE, group = self.output_weight(), self.pg_collection.tp
         shard = VocabularyShard(group.rank() * len(weight_VE), self.architecture.vocab_size, group)
-        return output_log_probs(
+        if params.gives_rows:
+            return TargetRows(hidden_ME, weight_VE)
+        adds_to_main_grad = self.config.gradient_accumulation_fusion
+        log_probs = output_log_probs(
             hidden_ME,
             weight_VE,
             tokens_M,
@@ -180,8 +197,17 @@ class PackedGPTModel(GPTModel):
             params.temperature,
             with_entropies=params.with_entropies,
             backend=self.output_layer_backend,
-            adds_to_main_grad=self.config.gradient_accumulation_fusion,
+            adds_to_main_grad=adds_to_main_grad,
         )
+        if not params.teachers:
+            return log_probs
+        rows = TargetRows(hidden_ME, weight_VE)
+        compute = importlib.import_module(_DIVERGENCE).output_divergence
+        divergences = [
+            compute(rows, teacher, shard, params.temperature, kind, adds_to_main_grad=adds_to_main_grad)
+            for teacher, kind in params.teachers
+        ]
+        return torch.column_stack((log_probs, *divergences))
 
     def output_weight(self) -> torch.Tensor:
         """Return this rank's rows of the output layer's weight, which may be tied to the embedding."""

@@ -19,6 +19,7 @@ from megatron.core.utils import get_model_config
 
 from megatron_rl.algorithm.declaration import OLD, POLICY, RoleLogProbs
 from megatron_rl.algorithm.objective import Objective
+from megatron_rl.ops.log_probs import TargetRows
 from megatron_rl.trainer.data.batch import Batch
 from megatron_rl.trainer.data.device_copier import DeviceCopier
 from megatron_rl.trainer.data.packing import Pack, pack_sequences
@@ -132,7 +133,7 @@ class PolicyStep(ForwardStep):
 
         Keep the log-probs of the iteration's first `num_kept` slots.
         """
-        super().__init__(temperature, trace, communicator=_open_piggyback(policy, len(assignment.frozen)))
+        super().__init__(temperature, trace, communicator=_open_piggyback(policy, assignment.frozen))
         self._assignment = assignment
         self._objective = objective
         self._scale = scale
@@ -140,31 +141,41 @@ class PolicyStep(ForwardStep):
         self.kept: dict[int, torch.Tensor] = {}
         """The log-probs of each kept slot's targets under the policy that sampled, as the trainer computes them."""
         self._with_entropies = objective.config.entropy_coef > 0
+        self._divergences = objective.divergences
 
     def forward_step(self, data_iterator: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
         """Run the next micro-batch through a chunk of the frozen models and of the policy."""
         batch = next(data_iterator)
         frozen_outputs = self._forward_frozen(batch, model)
+        teachers = [
+            (output, self._divergences[name])
+            for name, output in zip(self._assignment.frozen, frozen_outputs, strict=True)
+            if isinstance(output, TargetRows)
+        ]
         self._begin(POLICY, batch, model)
         record = self._assignment.record
         routing = None if record is None else record.take(batch.index, unwrap(model))
-        output_tensor = model(batch.pack, self._temperature, self._with_entropies, routing)
+        output_tensor = model(batch.pack, self._temperature, self._with_entropies, routing, teachers)
         if self.communicator is not None and not unwrap(model).post_process:
-            self.communicator.put(output_tensor, frozen_outputs)
+            self.communicator.put(output_tensor, [one for one in frozen_outputs if isinstance(one, torch.Tensor)])
         share = self._objective.share(batch.num_targets, batch.num_responses)
         auxiliary.weigh_losses(output_tensor, share, get_model_config(model))
         return output_tensor, partial(self.loss_func, batch, frozen_outputs)
 
     def loss_func(  # type: ignore[override] # the schedules give the last argument alone
-        self, batch: Batch, frozen_outputs: list[torch.Tensor], output_tensor: torch.Tensor
+        self, batch: Batch, frozen_outputs: list[torch.Tensor | TargetRows], output_tensor: torch.Tensor
     ) -> tuple[torch.Tensor, Report]:
         """Return the sum of a micro-batch's losses, computed from its log-probs under each role, and its statistics.
 
         Nothing is divided here: `trainer/loop/learner.py` divides once per update, by the denominator of all replicas.
         """
         assignment, sequences_N = self._assignment, batch.pack.target_sequences_N
-        policy_N, entropies_N = output_tensor.unbind(1) if self._with_entropies else (output_tensor, None)
-        of_models = dict(zip(assignment.frozen, frozen_outputs, strict=True))
+        policy_N, *columns = output_tensor.unbind(1) if output_tensor.dim() > 1 else (output_tensor,)
+        entropies_N = columns.pop(0) if self._with_entropies else None
+        of_models = {
+            name: columns.pop(0) if isinstance(output, TargetRows) else output
+            for name, output in zip(assignment.frozen, frozen_outputs, strict=True)
+        }
         of_models |= {name: of_slots[batch.index] for name, of_slots in assignment.known.items()}
         of_models[POLICY] = policy_N.detach()
         others = {role: of_models[model] for role, model in assignment.results.items()}
@@ -180,29 +191,36 @@ class PolicyStep(ForwardStep):
             self.kept[batch.index] = old_N
         return loss * self._scale, {"statistics": statistics}
 
-    def _forward_frozen(self, batch: Batch, model: torch.nn.Module) -> list[torch.Tensor]:
-        """Run the micro-batch through the same chunk of each frozen model."""
+    def _forward_frozen(self, batch: Batch, model: torch.nn.Module) -> list[torch.Tensor | TargetRows]:
+        """Run the micro-batch through the same chunk of each frozen model.
+
+        The last stage returns log-probs of targets, or the rows that a divergence is computed of.
+        """
         chunk = unwrap(model)
         hidden = chunk.decoder.input_tensor
         inputs: list[torch.Tensor | None] = [None] * len(self._assignment.frozen)
         if self.communicator is not None and hidden is not None:
             inputs = [*self.communicator.take(hidden)]
-        assignment, outputs = self._assignment, []
+        assignment, outputs = self._assignment, list[torch.Tensor | TargetRows]()
         for (name, frozen), of_stage_before in zip(assignment.frozen.items(), inputs, strict=True):
             part = frozen[chunk.vp_stage or 0]
             self._begin(name, batch, model)
             with _recorded(assignment.record if name == assignment.results[OLD] else None, batch, part):
-                outputs.append(self._run_frozen(batch.pack, part, of_stage_before))
+                outputs.append(self._run_frozen(batch.pack, part, of_stage_before, name in self._divergences))
         return outputs
 
     @torch.no_grad()
-    def _run_frozen(self, pack: Pack, chunk: torch.nn.Module, hidden: torch.Tensor | None) -> torch.Tensor:
+    def _run_frozen(
+        self, pack: Pack, chunk: torch.nn.Module, hidden: torch.Tensor | None, gives_rows: bool
+    ) -> torch.Tensor | TargetRows:
         inner = unwrap(chunk)
         # A model that shares the policy's parameters has the policy's input. Any other one has none: it would be kept
         # until the next micro-batch.
         before = inner.decoder.input_tensor
         inner.set_input_tensor([hidden])
-        output = chunk(pack, self._temperature)
+        # Mixed precision's wrapper would widen the rows.
+        called = inner if gives_rows else chunk
+        output: torch.Tensor | TargetRows = called(pack, self._temperature, gives_rows=gives_rows)
         inner.set_input_tensor([before])
         return output
 
@@ -241,11 +259,12 @@ def _recorded(
     return contextlib.nullcontext() if record is None else record.record(batch.index, unwrap(model), batch.pack)
 
 
-def _open_piggyback(policy: Model, num_frozen: int) -> Piggyback | None:
+def _open_piggyback(policy: Model, frozen: Mapping[str, Model]) -> Piggyback | None:
     """Return the communicator for frozen hidden states; None if none travel between stages."""
-    if num_frozen == 0 or parallel_state.get_pipeline_model_parallel_world_size() == 1:
+    if not frozen or parallel_state.get_pipeline_model_parallel_world_size() == 1:
         return None
-    return Piggyback(get_model_config(policy[0]), num_frozen)
+    widths = [unwrap(model[0]).architecture.hidden_size for model in frozen.values()]
+    return Piggyback(get_model_config(policy[0]), unwrap(policy[0]).architecture.hidden_size, widths)
 
 
 def run_schedule(

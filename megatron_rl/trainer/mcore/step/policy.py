@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel
 
+from megatron_rl.algorithm.roles.teacher import TEACHER
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import InputError
 from megatron_rl.trainer.mcore.model.frozen import copy_weights, freeze
@@ -113,13 +114,22 @@ class FrozenModel:
     """This rank's part of a model without gradients, and the fingerprint of its weights as published."""
 
     def __init__(
-        self, chunks: list[torch.nn.Module], weights: ModelWeights, dtype: str | None, interval: int | None = None
+        self,
+        chunks: list[torch.nn.Module],
+        weights: ModelWeights,
+        dtype: str | None,
+        interval: int | None = None,
+        may_be_policy: bool = True,
     ):
-        """Keep frozen `chunks`, which have their weights. Every `interval` versions they take the policy's."""
+        """Keep frozen `chunks`, which have their weights. Every `interval` versions they take the policy's.
+
+        Unless `may_be_policy`, they are computed even if their weights equal the policy's.
+        """
         self.chunks = chunks
         self._weights = weights
         self._dtype = dtype or weights.architecture.dtype
         self._interval = interval
+        self._may_be_policy = may_be_policy
         self.start = self.fingerprint = weights.fingerprint(dtype)
         """Fingerprints of the weights at the start, and of the weights now."""
         self.version: int | None = None
@@ -138,6 +148,8 @@ class FrozenModel:
 
     def is_policy(self, policy: ModelWeights, version: int, fingerprint: str) -> bool:
         """Check whether its weights equal, to the last bit, the policy's of this version and fingerprint."""
+        if not self._may_be_policy:
+            return False
         if fingerprint != self.fingerprint or version == self.version:
             return fingerprint == self.fingerprint
         # Weights are rounded when published: different ones may have the same published fingerprint.
@@ -172,3 +184,15 @@ def build_reference(settings: Settings, session: Session, folder: Path, build: B
     weights.load_hf(folder)
     host = session.platform if settings.loop.frozen_offload else None
     return FrozenModel(freeze(chunks, host), weights, settings.publish.dtype, settings.algorithm.ref_interval)
+
+
+def build_teacher(settings: Settings, session: Session) -> FrozenModel:
+    """Build the teacher from its Hugging Face folder's weights, with its own architecture."""
+    folder = settings.algorithm.teacher
+    assert folder is not None and settings.teacher is not None
+    chunks = build_model(settings.teacher)
+    weights = ModelWeights(chunks, session)
+    weights.load_hf(folder)
+    host = session.platform if settings.loop.frozen_offload else None
+    may_be_policy = TEACHER.find_divergence(settings.algorithm) is None
+    return FrozenModel(freeze(chunks, host), weights, settings.publish.dtype, may_be_policy=may_be_policy)

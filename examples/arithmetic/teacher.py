@@ -1,0 +1,35 @@
+"""Train a student half as wide as its teacher, from a start that forgets every carry: by rewards, and by the teacher.
+
+No sample of the student has a carry, so rewards alone teach none.
+
+python -m examples.arithmetic.teacher [--seeds 0 1] [--out FOLDER]
+"""
+
+import argparse
+from pathlib import Path
+
+from examples.arithmetic import model, warm_up
+from examples.arithmetic.curves import add_flags, compare
+
+STUDENT = ("--forgotten", "1", "--hidden-size", str(model.HIDDEN_SIZE // 2))
+OPD = ("--algorithm", "opd", "--train-iters", "20", "--lr", "2e-3")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_flags(parser, Path("teacher"))
+    arguments = parser.parse_args()
+    folder = arguments.out / "model"
+    if not folder.exists():
+        warm_up.make(folder, arguments.seeds[0], warm_up.Recipe(forgotten=0))
+    opd = (*OPD, "--teacher", str(folder))
+    variants = {
+        "rewards": (),
+        "the teacher, sampled tokens": opd,
+        "the teacher, whole distributions": (*opd, "--opd-divergence", "reverse"),
+    }
+    compare({name: [*STUDENT, "--", *flags] for name, flags in variants.items()}, arguments.seeds, arguments.out)
+
+
+if __name__ == "__main__":
+    main()

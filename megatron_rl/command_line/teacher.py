@@ -1,0 +1,94 @@
+"""The settings of a teacher: a model of another architecture, on the policy's ranks and in its precision."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from megatron_rl.command_line.backends import choose_backends
+from megatron_rl.command_line.model_checks import DIVISION_CHECKS, PP
+from megatron_rl.command_line.resolve import build_configs, resolve_fields
+from megatron_rl.config.settings import DraftSettings
+from megatron_rl.errors import InputError
+from megatron_rl.flag import Flag
+from megatron_rl.flag_parser import Given
+from megatron_rl.platforms import Platform
+from megatron_rl.shared.weights.families import read_architecture
+from megatron_rl.types import Architecture
+
+_FLAG = "--teacher"
+# Values that divide the policy's layers, and those that concern training alone.
+_OF_POLICY = (
+    "layout.",
+    "transformer.num_layers_in_first_pipeline_stage",
+    "transformer.num_layers_in_last_pipeline_stage",
+    "transformer.account_for_",
+    "transformer.pipeline_model_parallel_layout",
+    "transformer.recompute_",
+)
+_OF_EXPERTS = ("transformer.moe_", "transformer.expert_")
+
+
+def resolve_teacher(
+    settings: DraftSettings, flags: Sequence[Flag], given: Mapping[str, Given], platform: Platform, chip: str | None
+) -> tuple[DraftSettings | None, list[str]]:
+    """Return the teacher's settings and the mistakes in them.
+
+    `settings` are the policy's, which are right so far, with the backends as they were written.
+    """
+    folder = settings.algorithm.teacher
+    assert folder is not None
+    if not folder.is_dir():
+        return None, [f"{_FLAG} {folder} must be a folder: write one in Hugging Face's format"]
+    try:
+        architecture = read_architecture(folder)
+    except InputError as error:
+        return None, [f"{_FLAG} {folder}: {error}"]
+    model = dataclasses.replace(settings.model, hf_model=folder, linear_attention_backend="auto")
+    fields = resolve_fields(flags, _select(given, settings, architecture), architecture, platform)
+    configs, problems = build_configs(fields)
+    draft = dataclasses.replace(settings, model=model, architecture=architecture, transformer=configs["transformer"])
+    problems += [problem for check in DIVISION_CHECKS for problem in check(draft, architecture)]
+    problems += _check_vocabulary(settings, folder, architecture)
+    stages = _count_stages(settings)
+    if architecture.num_layers < stages:
+        problems.append(f"it has {architecture.num_layers} layers for {stages} stages: lower {PP}, or virtual stages")
+    draft = choose_backends(draft, architecture, chip, problems.extend)
+    return draft, [f"{_FLAG} {folder}: {problem}" for problem in problems]
+
+
+def _select(given: Mapping[str, Given], settings: DraftSettings, architecture: Architecture) -> dict[str, Given]:
+    """Select the values of the policy that are the teacher's too, and divide its layers over the same stages."""
+    left_out = _OF_POLICY if architecture.experts is not None else _OF_POLICY + _OF_EXPERTS
+    selected = {target: one for target, one in given.items() if not target.startswith(left_out)}
+    virtual, stages = settings.parallel_sizes.virtual_pipeline, _count_stages(settings)
+    if architecture.num_layers % stages:
+        layout = _divide_layers(architecture.num_layers, stages)
+        selected["transformer.pipeline_model_parallel_layout"] = Given(layout, _FLAG)
+    if virtual is not None:
+        selected["layout.num_virtual_stages"] = Given(virtual, _FLAG)
+    return selected
+
+
+def _count_stages(settings: DraftSettings) -> int:
+    """Count the parts of a pipeline, of which a rank may have several."""
+    return settings.parallel_sizes.pipeline * (settings.parallel_sizes.virtual_pipeline or 1)
+
+
+def _divide_layers(num_layers: int, stages: int) -> str:
+    """Divide layers over stages in Megatron's words; the last stages, which have the output layer, get fewer."""
+    counts = [num_layers // stages + (stage < num_layers % stages) for stage in range(stages)]
+    return "E" + "|".join("t" * count for count in counts) + "L"
+
+
+def _check_vocabulary(settings: DraftSettings, folder: Path, architecture: Architecture) -> list[str]:
+    """Compare the numbers of tokens; whether they are the same tokens, the run checks with both tokenizers."""
+    policy = settings.architecture
+    if policy is None or policy.vocab_size == architecture.vocab_size:
+        return []
+    if settings.algorithm.opd_divergence == "sampled" and architecture.vocab_size > policy.vocab_size:
+        # Tokens that the policy does not have are never sampled.
+        return []
+    return [
+        f"its output layer has {architecture.vocab_size} tokens, and the policy's {policy.vocab_size}: write a teacher "
+        f"with the policy's vocabulary, or --opd-divergence sampled if the teacher has more"
+    ]

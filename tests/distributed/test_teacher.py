@@ -1,0 +1,97 @@
+"""Updates with a teacher of another family, width and depth, against the dense formulas on padded sequences."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from tests import hf_models
+from tests.distributed.grpo_trials import Seen
+from tests.distributed.test_grpo_step import Twins, check, remember_twins, run
+from tests.grpo_problem import PLAIN, TRUNCATED, Problem, Trial, draw_problem
+from tests.grpo_twin import Teaching
+
+pytestmark = pytest.mark.each_change
+
+FORMS = {
+    "sampled": {"divergence": "sampled"},
+    "sampled, discounted": {"divergence": "sampled", "discount": 0.8},
+    "reverse": {"divergence": "reverse"},
+    "reverse, top 7": {"divergence": "reverse", "top_k": 7},
+    "forward": {"divergence": "forward"},
+    "forward, top 7": {"divergence": "forward", "top_k": 7},
+    "jsd": {"divergence": "jsd", "mixture": 0.3},
+}
+OF_LAYOUTS = [
+    *(("DP2", 2, form) for form in FORMS),
+    *(("TP2", 4, form) for form in ("sampled", "reverse, top 7", "jsd")),
+    *(("TP2+SP", 4, form) for form in ("reverse", "forward, top 7")),
+    *(("PP2", 4, form) for form in ("sampled, discounted", "reverse")),
+    *(("PP2xVPP2", 4, form) for form in ("sampled", "jsd")),
+    *(("CP2", 4, form) for form in ("sampled, discounted", "reverse, top 7", "forward")),
+    ("CP2xPP2", 4, "reverse"),
+    ("TP2xPP2", 4, "jsd"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module")
+def problem(folder: Path) -> Problem:
+    return draw_problem(folder, has_environments=True)
+
+
+@pytest.fixture(scope="module")
+def teacher(folder: Path) -> Path:
+    """Draw a wider model with tied embeddings, whose five layers no number of stages divides."""
+    return hf_models.draw("llama_biased", folder / "teacher", seed=3, num_hidden_layers=5, hidden_size=80)
+
+
+def trials_of(teacher: Path) -> list[Trial]:
+    teachings = {name: Teaching(teacher, **form) for name, form in FORMS.items()}
+    return [
+        Trial(layout, size, dataclasses.replace(TRUNCATED, teaching=teachings[form], name=form))
+        for layout, size, form in OF_LAYOUTS
+    ]
+
+
+@pytest.fixture(scope="module")
+def computed(problem: Problem, teacher: Path) -> dict[Trial, list[Seen]]:
+    return run(problem, trials_of(teacher))
+
+
+@pytest.mark.parametrize("number", range(len(OF_LAYOUTS)), ids=lambda number: ", ".join(map(str, OF_LAYOUTS[number])))
+def test_updates_with_a_teacher_equal_the_dense_formulas(number, computed, twins, teacher) -> None:
+    trial = trials_of(teacher)[number]
+    check(trial, computed[trial], twins(trial))
+
+
+@pytest.fixture(scope="module")
+def twins(problem: Problem):
+    return remember_twins(problem)
+
+
+@pytest.fixture(scope="module")
+def teacher_with_experts(folder: Path) -> Path:
+    return hf_models.draw("glm4_moe", folder / "experts_teacher", seed=3, num_hidden_layers=3)
+
+
+def test_teachers_with_experts_equal_the_dense_formulas(problem, teacher_with_experts) -> None:
+    rules = dataclasses.replace(TRUNCATED, teaching=Teaching(teacher_with_experts, "reverse", top_k=5))
+    trials = [Trial("PP2", 4, rules), Trial("TP2+SP", 4, rules)]
+    seen, expected = run(problem, trials), Twins(problem, trials[0])
+    for trial in trials:
+        check(trial, seen[trial], expected)
+
+
+def test_experts_divided_over_ranks_give_the_gradients_of_whole_ones(folder, teacher_with_experts) -> None:
+    problem = draw_problem(folder / "experts", "qwen3_moe")
+    rules = dataclasses.replace(PLAIN, teaching=Teaching(teacher_with_experts, "reverse", top_k=5))
+    whole, *divided = run(problem, [Trial(layout, 4, rules) for layout in ("DP2", "EP2", "EP2xCP2")]).values()
+    for seen in divided:
+        for name, gradient in whole[0].gradients.items():
+            error = (seen[0].gradients[name] - gradient).abs().max()
+            assert error <= 1e-5 * gradient.abs().max(), name
