@@ -1,0 +1,199 @@
+"""The divergence from a teacher, the messages that carry its hidden states, and flags that do not fit.
+
+Whole models are in tests/distributed. Letters: N rows, E and F hidden sizes, V columns of the vocabulary.
+"""
+
+import dataclasses
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+
+from examples.arithmetic import model as tiny
+from megatron_rl.errors import InputError
+from megatron_rl.ops.log_probs import TargetRows, VocabularyShard
+from megatron_rl.ops.log_probs.divergence import output_divergence
+from megatron_rl.trainer.data.teacher import check_tokens
+from megatron_rl.trainer.mcore.step.piggyback import Piggyback
+from megatron_rl.types import Divergence
+from tests.command_lines import QWEN3, RUN, error, folder, parse, run_problems
+from tests.grpo_twin import Teaching, _diverge
+from tests.live_memory import LiveMemory
+from tests.ranks import run_ranks
+from tests.truth import assert_near
+
+VOCAB_SIZE, PADDED = 300, 320
+TEMPERATURE = 0.7
+FORMS = [
+    Divergence(kind, top_k, 0.3) for kind, top_k in itertools.product(("reverse", "forward", "jsd"), (None, 1, 9, 300))
+]
+Drawn = tuple[torch.Tensor, ...]
+
+
+def draw(num_rows: int = 21, num_columns: int = PADDED, policy: int = 24, teacher: int = 16) -> Drawn:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((num_rows, policy), (num_columns, policy), (num_rows, teacher), (num_columns, teacher), (num_rows,))
+    drawn = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    return (drawn[0], 0.3 * drawn[1], drawn[2], 0.3 * drawn[3], drawn[4])
+
+
+def dense(form: Divergence, drawn: Drawn, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return the divergence of each row and its gradients, from whole arrays of log-probs."""
+    hidden_NE, weight_VE, other_NF, other_VF, grad_N = (tensor.to(dtype) for tensor in drawn)
+    hidden_NE, weight_VE = hidden_NE.requires_grad_(), weight_VE.requires_grad_()
+    p_NV, q_NV = (
+        (hidden @ weight[:VOCAB_SIZE].T / TEMPERATURE).log_softmax(-1)
+        for hidden, weight in ((hidden_NE, weight_VE), (other_NF, other_VF))
+    )
+    # There is no other token beside all of them.
+    top_k = None if form.top_k == VOCAB_SIZE else form.top_k
+    out_N = _diverge(Teaching(Path(), form.kind, top_k, form.mixture), p_NV, q_NV)
+    return [out_N.detach(), *torch.autograd.grad(out_N, (hidden_NE, weight_VE), grad_N)]
+
+
+def ours(form: Divergence, drawn: Drawn, block_columns: int = 64, rank: int = 0, size: int = 1) -> list[torch.Tensor]:
+    hidden_NE, weight_VE, other_NF, other_VF, grad_N = (tensor.float() for tensor in drawn)
+    count = PADDED // size
+    part = slice(rank * count, (rank + 1) * count)
+    policy = TargetRows(hidden_NE.requires_grad_(), weight_VE[part].clone().requires_grad_())
+    shard = VocabularyShard(rank * count, VOCAB_SIZE, torch.distributed.group.WORLD if size > 1 else None)
+    out_N = output_divergence(policy, TargetRows(other_NF, other_VF[part]), shard, TEMPERATURE, form, block_columns)
+    return [out_N.detach(), *torch.autograd.grad(out_N, (policy.hidden_NE, policy.weight_VE), grad_N)]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_a_divergence_is_as_near_to_the_truth_as_the_dense_formula(form) -> None:
+    drawn = draw()
+    assert_near(ours(form, drawn), dense(form, drawn, torch.float32), dense(form, drawn, torch.float64))
+
+
+def on_ranks(drawn: Drawn) -> list[list[torch.Tensor]]:
+    torch.distributed.init_process_group("gloo")
+    results = []
+    for form in FORMS:
+        found = ours(form, drawn, 50, torch.distributed.get_rank(), torch.distributed.get_world_size())
+        torch.distributed.all_reduce(found[1])
+        results.append(found)
+    return results
+
+
+def test_a_vocabulary_divided_over_ranks_gives_the_same() -> None:
+    drawn = draw()
+    # The last rank has fewer columns of tokens than the others.
+    ranks = run_ranks(on_ranks, 4, drawn)
+    for number, form in enumerate(FORMS):
+        grad_weight_VE = torch.cat([of_rank[number][2] for of_rank in ranks])
+        for of_rank in ranks:
+            found = [*of_rank[number][:2], grad_weight_VE]
+            assert_near(found, dense(form, drawn, torch.float32), dense(form, drawn, torch.float64))
+
+
+def test_no_array_of_rows_times_vocabulary_exists() -> None:
+    num_rows, num_columns, block_columns = 64, 40_000, 1_000
+    hidden_NE, weight_VE, other_NF, other_VF, _ = (one.float() for one in draw(num_rows, num_columns, 8, 4))
+    policy = TargetRows(hidden_NE.requires_grad_(), weight_VE.requires_grad_())
+    whole = num_rows * num_columns * 4
+    for form in FORMS:
+        with LiveMemory([hidden_NE, weight_VE, other_NF, other_VF]) as memory:
+            out_N = output_divergence(
+                policy, TargetRows(other_NF, other_VF), VocabularyShard(0, num_columns), 1.0, form, block_columns
+            )
+            grads = torch.autograd.grad(out_N.sum(), (policy.hidden_NE, policy.weight_VE))
+        of_results = sum(grad.nbytes for grad in grads)
+        # Some blocks of all rows, of the fortieth part of the columns.
+        assert memory.peak - of_results < 12 * whole / 40, form
+
+
+def test_a_divergence_from_oneself_is_zero_and_so_is_its_gradient() -> None:
+    hidden_NE, weight_VE, *_, grad_N = draw()
+    for form in FORMS:
+        found = ours(form, (hidden_NE, weight_VE, hidden_NE, weight_VE, grad_N))
+        assert max(one.abs().max().item() for one in found) < 2e-6, form
+
+
+@pytest.mark.parametrize("widths", [(8,), (5,), (13,), (1,), (8, 3), (31, 1, 8)])
+def test_hidden_states_of_any_width_arrive_as_they_were_sent(widths) -> None:
+    for num_rows in (1, 2, 3, 7, 64):
+        sender = Piggyback.__new__(Piggyback)
+        sender._width, sender._widths, sender._frozen = 8, widths, {}
+        policy = torch.randn(num_rows, 1, 8)
+        frozen = [torch.randn(num_rows, 1, width) for width in widths]
+        message = torch.cat([policy, *(sender._cut(states) for states in frozen)])
+        received = sender._split(message)
+        assert torch.equal(received, policy)
+        for sent, came in zip(frozen, sender._frozen[received], strict=True):
+            assert torch.equal(sent, came)
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> list[str]:
+    """Write a policy and a wider teacher; return the words that name both."""
+    teacher = dataclasses.replace(QWEN3, family="llama", qk_layernorm=False, hidden_size=96, num_layers=5)
+    policy = folder(tmp_path / "policy", QWEN3)
+    return ["--platform cpu --hf-model", policy, "--teacher", folder(tmp_path / "teacher", teacher)]
+
+
+def test_a_teacher_has_its_own_layers_on_the_policys_stages(models) -> None:
+    pipeline = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
+    settings = parse(*models, pipeline, "--grpo-kl-beta 0.1", world_size=2)
+    assert settings.teacher is not None
+    assert (settings.teacher.architecture.num_layers, settings.architecture.num_layers) == (5, 4)
+    assert settings.teacher.transformer.hidden_size == 96
+    assert settings.teacher.parallel_sizes == settings.parallel_sizes
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--opd-top-k 4", "--opd-top-k 4 needs a divergence over the vocabulary"),
+        ("--opd-mixture 0.2", "--opd-mixture 0.2 needs --opd-divergence jsd"),
+        ("--opd-divergence reverse --opd-discount 0.5", "--opd-discount 0.5 needs --opd-divergence sampled"),
+        ("--opd-divergence jsd --opd-mixture 1", "--opd-mixture 1 must be above 0 and below 1"),
+        ("--opd-coef 0", "--opd-coef 0 must be above 0"),
+        ("--opd-divergence reverse --tri-model separate", "cannot be given together"),
+        ("--opd-divergence reverse --grpo-advantage batch", "--opd-divergence reverse and --grpo-advantage batch"),
+        ("--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2", "virtual pipeline stages"),
+    ],
+)
+def test_flags_that_do_not_fit_are_named(words, said, models) -> None:
+    assert said in error(*models, words, world_size=4)
+
+
+def test_teachers_that_do_not_fit_are_named(models, tmp_path) -> None:
+    policy = models[:2]
+    for name, changes, words, said in (
+        ("words", {"vocab_size": 190}, "", "its output layer has 190 tokens, and the policy's 200"),
+        ("more", {"vocab_size": 264}, "--opd-divergence forward", "its output layer has 264 tokens"),
+        (
+            "heads",
+            {"num_attention_heads": 6, "num_query_groups": 3},
+            "--tensor-model-parallel-size 2",
+            "3 query groups",
+        ),
+        ("flat", {"num_layers": 1}, "--pipeline-model-parallel-size 2", "it has 1 layers for 2 stages"),
+    ):
+        teacher = folder(tmp_path / name, dataclasses.replace(QWEN3, **changes))
+        assert f"--teacher {teacher}: " in (text := error(*policy, "--teacher", teacher, words, world_size=2))
+        assert said in text
+    assert "must be a folder" in error(*policy, "--teacher", str(tmp_path / "missing"))
+    assert "--algorithm opd needs --teacher" in error(*policy, "--algorithm opd")
+    assert "--opd-coef 2 needs --teacher" in error(*policy, "--opd-coef 2")
+    assert parse(*policy, "--teacher", str(tmp_path / "more")).teacher is not None
+
+
+def test_a_teacher_can_be_kept_in_host_memory(models) -> None:
+    assert not any("--frozen-offload" in problem for problem in run_problems(*models, *RUN, "--frozen-offload --lr x"))
+
+
+def test_a_teacher_with_other_tokens_is_refused(tmp_path) -> None:
+    tokenizer = tiny.make_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "policy")
+    tokenizer.save_pretrained(tmp_path / "same")
+    check_tokens(tmp_path / "same", tmp_path / "policy", [[1, 2, 10, 3]])
+    tokenizer.add_tokens(["?"])
+    tokenizer.save_pretrained(tmp_path / "more")
+    with pytest.raises(InputError, match=r"--teacher .* has other tokens: 1 differ, and '\?' is 14 in place of None"):
+        check_tokens(tmp_path / "more", tmp_path / "policy", [])
+    with pytest.raises(InputError, match="--teacher .* must be a folder"):
+        check_tokens(tmp_path / "missing", tmp_path / "policy", [])
