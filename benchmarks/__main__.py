@@ -173,6 +173,12 @@ BENCHMARKS: Mapping[str, Mapping[str, str]] = {
         "fused_vs_sum_pp1": "one pass of one stage / the sum of those that it replaces",
         "logprob_peak_vs_logits": "memory of the output layer with log-probs / that of its logits",
     },
+    "roles": {
+        "teacher_sampled_vs_without": "a pass with a teacher of the policy's size that gives log-probs / without one",
+        "teacher_top_64_vs_without": "the same, the divergence over the teacher's 64 likeliest tokens and the others",
+        "teacher_reverse_vs_without": "the same, KL(policy, teacher) over the vocabulary",
+        "teacher_jsd_vs_without": "the same, the divergence from the mixture",
+    },
     "log_probs_memory": {
         "logprob_peak_vs_logits": "the same, in a process of its own",
         "logprob_vs_naive": "seconds of the output layer with log-probs / of its naive twin",

@@ -18,11 +18,13 @@ FLAGS = ("--global-batch-size", "512", "--grpo-kl-beta", "0.001")
 # Further flags of a name. RLOO's loss has no ratio, and a second update would not be a policy gradient: it makes one.
 # GDPO's advantages are divided, and so would be a divergence in the loss.
 MORE_FLAGS = {"rloo": ("--global-batch-size", "1024"), "gdpo": ("--grpo-kl-in", "reward")}
+# That of a teacher has an example of its own (`teacher`).
+WITHOUT_TEACHER = [name for name in PRESETS if name != "opd"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--names", nargs="+", choices=PRESETS, default=list(PRESETS))
+    parser.add_argument("--names", nargs="+", choices=WITHOUT_TEACHER, default=WITHOUT_TEACHER)
     add_flags(parser, Path("algorithms"))
     arguments = parser.parse_args()
     variants = {name: ["--", "--algorithm", name, *FLAGS, *MORE_FLAGS.get(name, ())] for name in arguments.names}

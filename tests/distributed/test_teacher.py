@@ -32,6 +32,7 @@ OF_LAYOUTS = [
     ("CP2xPP2", 4, "reverse"),
     ("TP2xPP2", 4, "jsd"),
 ]
+SEPARATE = [("TP2", "sampled"), ("PP2xVPP2", "sampled")]
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +53,14 @@ def teacher(folder: Path) -> Path:
 
 def trials_of(teacher: Path) -> list[Trial]:
     teachings = {name: Teaching(teacher, **form) for name, form in FORMS.items()}
+    # Log-probs of targets can also come from passes of their own.
     return [
-        Trial(layout, size, dataclasses.replace(TRUNCATED, teaching=teachings[form], name=form))
+        Trial(
+            layout,
+            size,
+            dataclasses.replace(TRUNCATED, teaching=teachings[form], name=form),
+            roles="separate" if (layout, form) in SEPARATE else "fused",
+        )
         for layout, size, form in OF_LAYOUTS
     ]
 

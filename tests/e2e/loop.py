@@ -43,6 +43,11 @@ def draw_model(folder: Path, seed: int = 0, family: str = "qwen3", **changes: An
     return folder
 
 
+def draw_teacher(world: "World") -> Path:
+    """Draw a wider model of another family, whose layers stages do not divide evenly, with the same tokens."""
+    return draw_model(world.folder / "teacher", 5, "llama", hidden_size=80, num_hidden_layers=3)
+
+
 def write_prompts(path: Path, count: int) -> Path:
     """Write ragged prompts of numbers, with an answer."""
     rows = [

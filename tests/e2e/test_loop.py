@@ -188,8 +188,21 @@ def test_periodic_and_sync_end_in_the_same_weights_by_every_algorithm_with_a_nam
     changes = {"algorithm": name, "grpo_prompts_per_step": 8, "global_batch_size": 16, "grpo_kl_beta": 0.05}
     if name == "gdpo":
         changes["grpo_kl_in"] = "reward"
+    if name == "opd":
+        changes["teacher"] = loop.draw_teacher(world)
     compare_schedules(world, name, 2, [61], **changes)
     assert any(line["ratio"] != 1 for line in read_metrics(world.folder / f"{name}-sync" / "run"))
+
+
+@pytest.mark.each_change
+def test_periodic_and_sync_end_in_the_same_weights_with_a_teacher_of_another_shape(world):
+    changes = {"algorithm": "opd", "teacher": loop.draw_teacher(world), "opd_divergence": "jsd", "grpo_kl_beta": 0.05}
+    compare_schedules(world, "taught", 2, [71], pipeline_model_parallel_size=2, frozen_offload=True, **changes)
+    lines = read_metrics(world.folder / "taught-71" / "run")[:ITERATIONS]
+    assert all(line["teacher_kl"] > 0 for line in lines)
+    assert len({line["teacher"] for line in lines}) == 1
+    assert {line["teacher"] for line in lines}.isdisjoint(line["fingerprint"] for line in lines)
+    assert verify(world.folder / "taught-71" / "run").breaches == []
 
 
 @pytest.mark.slow

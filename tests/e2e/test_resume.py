@@ -282,6 +282,25 @@ def test_a_moved_reference_is_restored_after_a_kill_in_the_same_and_in_another_l
         assert abs(ours - theirs) < 1e-5 * abs(theirs), key
 
 
+@pytest.mark.each_change
+@pytest.mark.timeout(600)
+def test_a_run_with_a_teacher_that_was_killed_resumes_in_the_same_and_in_another_layout(world):
+    changes = {"teacher": loop.draw_teacher(world), "opd_divergence": "reverse", "opd_top_k": 8}
+    whole = uninterrupted(world, "taught-whole", 2, tensor_model_parallel_size=2, **changes)
+    folder = killed(
+        world, "taught", 2, {0: fault("optimizer", "rank", call=3)}, tensor_model_parallel_size=2, **changes
+    )
+    other = world.folder / "taught-other"
+    shutil.copytree(folder, other)
+    resumed(world, folder, 2, tensor_model_parallel_size=2, **changes)
+    assert_same(folder, whole)
+    resumed(world, other, 2, pipeline_model_parallel_size=2, **changes)
+    for key in ("loss", "teacher_kl", "gradient_norm"):
+        ours, theirs = (read_metrics(run / "run")[2][key] for run in (other, whole))
+        assert abs(ours - theirs) < 1e-5 * abs(theirs), key
+    assert not any(name.startswith("teacher") for name in tensors_of(whole / "save" / "iter_0000001"))
+
+
 def tensors_of(checkpoint: Path) -> set[str]:
     return set(FileSystemReader(checkpoint).read_metadata().state_dict_metadata)
 

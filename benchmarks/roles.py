@@ -1,0 +1,140 @@
+"""Time a pass of the policy with a teacher of its size against the same pass without one, in turns.
+
+Two stages with a core each, 8 micro-batches, the first update of an iteration: the policy alone has gradients, and no
+other role is computed. The teacher gives log-probs of the sampled tokens, or its distribution over the vocabulary.
+Seconds are counted until the slowest rank is done. A model's forward pass is a third of its pass with gradients.
+"""
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks import report
+from megatron_rl.algorithm.objective import Objective
+from megatron_rl.command_line.run import compute_sizes
+from megatron_rl.trainer.data.device_copier import DeviceCopier
+from megatron_rl.trainer.data.slots import Identity, IterationSlots
+from megatron_rl.trainer.loop.learner import Learner
+from megatron_rl.trainer.mcore.session import start_session
+from megatron_rl.trainer.mcore.step.policy import build_policy, build_teacher
+from megatron_rl.trainer.mcore.step.roles import TriModel
+from tests import hf_models
+from tests.distributed.grpo_trials import Source, build_batcher
+from tests.distributed.training import settings_of
+from tests.grpo_problem import Problem
+from tests.grpo_twin import Group
+from tests.ranks import run_ranks
+
+MICRO_BATCHES, STAGES = 8, 2
+PROMPT, RESPONSE, GROUP_SIZE = 32, 40, 4
+MODEL = {
+    "num_hidden_layers": 8, "hidden_size": 512, "intermediate_size": 1536, "head_dim": 64, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "vocab_size": 8192,
+}  # fmt: skip
+TINY = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 256}
+FLAGS = (
+    f"--lr 1e-6 --lr-decay-style constant --train-iters 1 --grpo-group-size {GROUP_SIZE} --micro-batch-size "
+    f"{GROUP_SIZE} --grpo-prompts-per-step {MICRO_BATCHES} --seq-length {PROMPT + RESPONSE} "
+    f"--rollout-max-tokens {RESPONSE} --pipeline-model-parallel-size {STAGES}"
+)
+FORMS = {
+    "without": "",
+    "sampled": "--opd-divergence sampled",
+    "top 64": "--opd-divergence reverse --opd-top-k 64",
+    "reverse": "--opd-divergence reverse",
+    "jsd": "--opd-divergence jsd",
+}
+
+Times = dict[str, list[float]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--tiny", action="store_true", help="the smallest sizes, to check that it runs")
+    arguments = parser.parse_args()
+    if arguments.tiny:
+        arguments.rounds = 1
+        MODEL.update(TINY)
+    with tempfile.TemporaryDirectory() as folder:
+        problem, teacher = _draw(Path(folder))
+        times = run_ranks(_time, STAGES, problem, teacher, arguments.rounds, timeout=600)[0]
+    ratios = {
+        f"teacher_{name.replace(' ', '_')}_vs_without": [a / b for a, b in zip(of_form, times["without"], strict=True)]
+        for name, of_form in times.items()
+        if name != "without"
+    }
+    report.table("a pass of two stages", times, "s")
+    report.table("ratios", ratios, "")
+    report.finish({name: statistics.median(values) for name, values in ratios.items()})
+
+
+def _draw(folder: Path) -> tuple[Problem, Path]:
+    """Draw a policy, a teacher of its size, and an update of random groups."""
+    policy, teacher = (hf_models.draw("qwen3", folder / str(seed), seed, **MODEL) for seed in (0, 1))
+    draw = np.random.default_rng(0)
+
+    def group() -> Group:
+        prompt, *responses = (
+            draw.integers(0, MODEL["vocab_size"], length).tolist() for length in [PROMPT] + [RESPONSE] * GROUP_SIZE
+        )
+        return Group(prompt, responses, draw.normal(size=GROUP_SIZE).tolist(), [[-7.0] * RESPONSE] * GROUP_SIZE)
+
+    return Problem(policy, policy, [[group() for _ in range(MICRO_BATCHES)]]), teacher
+
+
+def _time(problem: Problem, teacher: Path, rounds: int) -> Times:
+    """Return the seconds of each form, which take turns."""
+    flags = {name: f"{FLAGS} --teacher {teacher} {words}" if words else FLAGS for name, words in FORMS.items()}
+    settings = {name: settings_of(problem.policy, words) for name, words in flags.items()}
+    times: Times = defaultdict(list)
+    with start_session(settings["without"]) as session:
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[session.rank % len(cores)]})
+        sizes = compute_sizes(settings["without"], session.num_replicas)
+        policy = build_policy(settings["without"], session, 1)
+        others = {"teacher": build_teacher(settings["sampled"], session).chunks}
+        learners = {
+            name: Learner(
+                policy,
+                TriModel(policy.wrapped, {} if name == "without" else others, None, 1.0),
+                Objective(one.algorithm, sizes.longest_response),
+                session,
+            )
+            for name, one in settings.items()
+        }
+        identity = Identity("run", 0, "fingerprint")
+        source = Source(problem, sizes.division, session.replica, identity, is_shuffled=False)
+        batcher = build_batcher(settings["without"], session.device)
+        for number in range(rounds + 1):
+            for name in _in_turns([*FORMS], number):
+                slots = IterationSlots(source.slot, batcher, sizes.division, identity, DeviceCopier(session.platform))
+                slots.wait_for_all()
+                start = max(session.gather(time.monotonic()))
+                learners[name].forward_backward(slots, 0)
+                seconds = max(session.gather(time.monotonic())) - start
+                slots.close()
+                for chunk in policy.wrapped:
+                    chunk.zero_grad_buffer()
+                # The first round prepares what the others find ready.
+                if number > 0:
+                    times[name].append(seconds)
+    return dict(times)
+
+
+def _in_turns(names: Sequence[str], number: int) -> list[str]:
+    return [*names] if number % 2 == 0 else [*names][::-1]
+
+
+if __name__ == "__main__":
+    # Under its importable name, where the ranks find the functions they run.
+    from benchmarks.roles import main as importable_main
+
+    importable_main()
