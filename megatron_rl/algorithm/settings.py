@@ -121,9 +121,9 @@ class AlgorithmConfig(LossSettings):
     opd_coef: float = own_flag(1.0, "The weight of the divergence from the teacher.", "--opd-coef", bound="above 0")
     opd_divergence: Literal["sampled", "reverse", "forward", "jsd"] = own_flag(
         "sampled",
-        "The divergence of the policy P from the teacher Q: an estimate of KL(P, Q) from the sampled token, as its "
-        "reward; or over the vocabulary, as a term of the loss, KL(P, Q), KL(Q, P), or the weighted mean of both from "
-        "their mixture.",
+        "The divergence of the policy P from the teacher Q. `sampled` estimates KL(P, Q) from the sampled token, as "
+        "its reward. The others are terms of the loss, over the vocabulary: KL(P, Q), KL(Q, P), and the weighted mean "
+        "of both from their mixture.",
         "--opd-divergence",
     )
     opd_top_k: int | None = own_flag(

@@ -85,7 +85,7 @@ def _write(device: int, frame: bytes) -> None:
 
 if __name__ == "__main__":
     with open_tap(_DEVICE) as inside:
-        # Hosts that know the address of the device go on sending to it, for up to a minute.
+        # Hosts that know the address of the device continue to send to it, for up to a minute.
         hardware = Path("/sys/class/net/eth0/address").read_text().strip()
         for words in (
             ["link", "set", "eth0", "down"],
