@@ -244,6 +244,6 @@ class Divergence:
     kind: str
     """`reverse`: KL(P, Q). `forward`: KL(Q, P). `jsd`: the weighted mean of both from their mixture."""
     top_k: int | None = None
-    """The number of the teacher's likeliest tokens that count singly; all others count together as one. None: all do."""
+    """The number of the teacher's likeliest tokens that count singly, while others count together; None if all do."""
     mixture: float = 0.5
     """The teacher's weight in the mixture of `jsd`, and that of its divergence from the mixture."""

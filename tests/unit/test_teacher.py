@@ -46,7 +46,7 @@ def dense(form: Divergence, drawn: Drawn, dtype: torch.dtype) -> list[torch.Tens
         (hidden @ weight[:VOCAB_SIZE].T / TEMPERATURE).log_softmax(-1)
         for hidden, weight in ((hidden_NE, weight_VE), (other_NF, other_VF))
     )
-    # Beside all tokens there are no others.
+    # All tokens leave no other one.
     top_k = None if form.top_k == VOCAB_SIZE else form.top_k
     out_N = _diverge(Teaching(Path(), form.kind, top_k, form.mixture), p_NV, q_NV)
     return [out_N.detach(), *torch.autograd.grad(out_N, (hidden_NE, weight_VE), grad_N)]
