@@ -1,6 +1,6 @@
 """Train a student half as wide as its teacher, from a start that forgets every carry: by rewards, and by the teacher.
 
-No sample of the student has a carry, so rewards alone teach none.
+No sample of the student has a carry, so rewards alone teach none, in twice the updates.
 
 python -m examples.arithmetic.teacher [--seeds 0 1] [--out FOLDER]
 """
@@ -12,7 +12,12 @@ from examples.arithmetic import model, warm_up
 from examples.arithmetic.curves import add_flags, compare
 
 STUDENT = ("--forgotten", "1", "--hidden-size", str(model.HIDDEN_SIZE // 2))
-OPD = ("--algorithm", "opd", "--train-iters", "20", "--lr", "2e-3")
+REWARDS = ("--train-iters", "200")
+# Each response teaches alone: the same number of them answers more prompts.
+OPD = (
+    "--algorithm", "opd", "--train-iters", "100", "--grpo-prompts-per-step", "256", "--grpo-group-size", "4",
+    "--lr", "2e-3",
+)  # fmt: skip
 
 
 def main() -> None:
@@ -24,7 +29,7 @@ def main() -> None:
         warm_up.make(folder, arguments.seeds[0], warm_up.Recipe(forgotten=0))
     opd = (*OPD, "--teacher", str(folder))
     variants = {
-        "rewards": (),
+        "rewards": REWARDS,
         "the teacher, sampled tokens": opd,
         "the teacher, whole distributions": (*opd, "--opd-divergence", "reverse"),
     }
