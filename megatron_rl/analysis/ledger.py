@@ -25,6 +25,7 @@ ENGINE_CAUSES = ("busy", "environment", "tail", "idle", "publish", "evaluation",
 _OF_LOOP = {
     "publish": "publish",
     "reference": "publish",
+    "teacher": "publish",
     "evaluate": "evaluation",
     "optimizer": "optimizer",
     "update": "optimizer",

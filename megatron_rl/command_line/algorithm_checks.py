@@ -112,6 +112,8 @@ def _check_advantage(settings: DraftSettings) -> Iterator[str]:
             f"--grpo-turn-credit compares turns within a group, and {said} does more: write another advantage, or drop "
             "--grpo-turn-credit"
         )
+    if advantage.name == "none" and algorithm.name != "opd" and not any(_list_other_terms(settings)):
+        yield f"{said} leaves no gradient: add --teacher, or write another advantage"
     if advantage.takes_components:
         if settings.environment.has_turns:
             yield f"{said} takes each function of --reward, and not those of environments or agents: drop one"
@@ -140,6 +142,14 @@ def _check_advantage(settings: DraftSettings) -> Iterator[str]:
                 )
 
 
+def _list_other_terms(settings: DraftSettings) -> tuple[bool, ...]:
+    """List for each term beside the advantages whether the loss has it."""
+    algorithm, config = settings.algorithm, settings.transformer
+    has_experts = settings.architecture is not None and settings.architecture.experts is not None
+    of_routers = has_experts and bool(config.moe_aux_loss_coeff or config.moe_z_loss_coeff)
+    return algorithm.teacher is not None, algorithm.kl_beta > 0, algorithm.entropy_coef > 0, of_routers
+
+
 def name_deciding_rewards(settings: DraftSettings) -> list[str]:
     """Return the reward functions of which one must differ within a group; return none if their sum must differ."""
     algorithm, weights = settings.algorithm, _read_weights(settings)
@@ -163,6 +173,10 @@ def _check_filter(settings: DraftSettings) -> Iterator[str]:
             f"--grpo-advantage {algorithm.advantage} and {_FILTER} cannot be given together, since groups of equal "
             "rewards have advantages too, and the gradient is biased without them: write --grpo-advantage batch, or "
             "drop the filter"
+        )
+    if algorithm.advantage == "none":
+        yield (
+            f"--grpo-advantage none and {_FILTER} cannot be given together, since rewards do not count: drop the filter"
         )
     known = _list_components(settings, names)
     if by is not None and by != _SUM and known and by not in known:

@@ -48,7 +48,7 @@ def check_settings(settings: DraftSettings) -> Iterator[str]:
     """
     model = settings.architecture
     if model is not None:
-        for check_of_model in (*MODEL_CHECKS, _check_length, _check_world):
+        for check_of_model in (*MODEL_CHECKS, check_length, _check_world):
             yield from check_of_model(settings, model)
     of_all = (_check_stage, check_lora, check_batch_invariant, check_megatron_mode, _check_needs, _check_pairs)
     of_sampling = (
@@ -124,7 +124,7 @@ def _check_pairs(settings: DraftSettings) -> Iterator[str]:
             yield f"{first} and {second} cannot be given together: drop one of them"
 
 
-def _check_length(settings: DraftSettings, model: Architecture) -> Iterator[str]:
+def check_length(settings: DraftSettings, model: Architecture) -> Iterator[str]:
     length, longest = settings.training.seq_length, model.max_position_embeddings
     if length is not None and length > longest:
         yield f"--seq-length {length} is above the model's longest sequence, {longest}: write {longest} or less"

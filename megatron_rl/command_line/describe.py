@@ -30,8 +30,8 @@ _OF_OBJECTIVE: dict[str, frozenset[str] | None] = {
     "environment": frozenset({"source", "max_turns", "on_error", "agent", "verifiers"}),
     "reward": frozenset({"functions", "on_error"}),
 }
-# Metrics change nothing, and the reference's weights are compared by their fingerprint.
-_NO_OBJECTIVE = frozenset({"metrics", "ref_model"})
+# Metrics change nothing, and the weights of frozen models are compared by their fingerprints.
+_NO_OBJECTIVE = frozenset({"metrics", "ref_model", "teacher"})
 
 
 def print_config(settings: RunSettings) -> str:

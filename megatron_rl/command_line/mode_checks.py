@@ -58,7 +58,11 @@ def _check_others(settings: DraftSettings) -> Iterator[str]:
     for flag, is_given, reason in (
         ("--grpo-ref-model", algorithm.ref_model is not None, same),
         ("--grpo-ref-interval", algorithm.ref_interval is not None, same),
-        ("--frozen-offload", settings.loop.frozen_offload, "frozen roles share the policy's weights, which it needs"),
+        (
+            "--frozen-offload",
+            settings.loop.frozen_offload and algorithm.teacher is None,
+            "frozen roles share the policy's weights, which it needs",
+        ),
         ("--publish-through ipc", settings.publish.through == "ipc", "merged weights are nowhere in a GPU's memory"),
         ("--grpo-replay-routing", algorithm.replay_routing, "a model with adapters cannot record its own routing yet"),
         (

@@ -2,9 +2,10 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from megatron_rl.command_line.backends import choose_backends
+from megatron_rl.command_line.checks import check_length
+from megatron_rl.command_line.mode_checks import check_batch_invariant
 from megatron_rl.command_line.model_checks import DIVISION_CHECKS, PP
 from megatron_rl.command_line.resolve import build_configs, resolve_fields
 from megatron_rl.config.settings import DraftSettings
@@ -37,10 +38,8 @@ def resolve_teacher(
     """
     folder = settings.algorithm.teacher
     assert folder is not None
-    if not folder.is_dir():
-        return None, [f"{_FLAG} {folder} must be a folder: write one in Hugging Face's format"]
     try:
-        architecture = read_architecture(folder)
+        architecture = read_architecture(folder, flag=_FLAG)
     except InputError as error:
         return None, [f"{_FLAG} {folder}: {error}"]
     model = dataclasses.replace(settings.model, hf_model=folder, linear_attention_backend="auto")
@@ -48,7 +47,8 @@ def resolve_teacher(
     configs, problems = build_configs(fields)
     draft = dataclasses.replace(settings, model=model, architecture=architecture, transformer=configs["transformer"])
     problems += [problem for check in DIVISION_CHECKS for problem in check(draft, architecture)]
-    problems += _check_vocabulary(settings, folder, architecture)
+    problems += [*check_length(draft, architecture), *check_batch_invariant(draft)]
+    problems += _check_vocabulary(settings, architecture)
     stages = _count_stages(settings)
     if architecture.num_layers < stages:
         problems.append(f"it has {architecture.num_layers} layers for {stages} stages: lower {PP}, or virtual stages")
@@ -80,15 +80,15 @@ def _divide_layers(num_layers: int, stages: int) -> str:
     return "E" + "|".join("t" * count for count in counts) + "L"
 
 
-def _check_vocabulary(settings: DraftSettings, folder: Path, architecture: Architecture) -> list[str]:
-    """Compare the numbers of tokens; whether they are the same tokens, the run checks with both tokenizers."""
+def _check_vocabulary(settings: DraftSettings, architecture: Architecture) -> list[str]:
+    """Compare the rows of output layers; whether the tokens are the same, the run checks with both tokenizers."""
     policy = settings.architecture
     if policy is None or policy.vocab_size == architecture.vocab_size:
         return []
     if settings.algorithm.opd_divergence == "sampled" and architecture.vocab_size > policy.vocab_size:
-        # Tokens that the policy does not have are never sampled.
+        # They are padding, since the tokens are the same.
         return []
     return [
-        f"its output layer has {architecture.vocab_size} tokens, and the policy's {policy.vocab_size}: write a teacher "
-        f"with the policy's vocabulary, or --opd-divergence sampled if the teacher has more"
+        f"its output layer has {architecture.vocab_size} rows, and the policy's {policy.vocab_size}: write a teacher "
+        f"with as many, or --opd-divergence sampled if it has more"
     ]

@@ -308,7 +308,7 @@ def read_rank_memory(look_up: LookUp, architecture: Architecture, replicas: int)
         # Adapters leave their base to all roles.
         num_frozen=count_frozen(look_up, _count_updates(look_up)) if is_sampled and not rank else 0,
         is_frozen_offloaded=bool(look_up("loop.frozen_offload")),
-        teacher=read_architecture(teacher) if is_sampled and teacher is not None else None,
+        teacher=read_architecture(teacher, flag="--teacher") if is_sampled and teacher is not None else None,
         streams=is_sampled and look_up("rollout.transport") != "shm",
     )
 

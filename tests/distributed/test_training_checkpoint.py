@@ -423,7 +423,7 @@ def lose_hf_folder(folder: Path, out: Path) -> dict[str, Any]:
 
 
 def build_saver(trained: Training) -> Saver:
-    return Saver(trained.settings, trained.session, trained.policy, "run", None, None)
+    return Saver(trained.settings, trained.session, trained.policy, "run", None, {})
 
 
 def run_on_two_ranks(folder: Path, other: Path, out: Path) -> tuple[dict[str, str], dict[str, Any]]:

@@ -203,6 +203,10 @@ def test_periodic_and_sync_end_in_the_same_weights_with_a_teacher_of_another_sha
     assert len({line["teacher"] for line in lines}) == 1
     assert {line["teacher"] for line in lines}.isdisjoint(line["fingerprint"] for line in lines)
     assert verify(world.folder / "taught-71" / "run").breaches == []
+    stated = next(
+        event for event in loop.read_events(world.folder / "taught-71" / "run") if event["event"] == "objective"
+    )
+    assert stated["values"]["weights of the teacher"] == lines[0]["teacher"]
 
 
 @pytest.mark.slow

@@ -299,6 +299,11 @@ def test_a_run_with_a_teacher_that_was_killed_resumes_in_the_same_and_in_another
         ours, theirs = (read_metrics(run / "run")[2][key] for run in (other, whole))
         assert abs(ours - theirs) < 1e-5 * abs(theirs), key
     assert not any(name.startswith("teacher") for name in tensors_of(whole / "save" / "iter_0000001"))
+    loop.draw_model(world.folder / "teacher", 6, "llama", hidden_size=80, num_hidden_layers=3)
+    more = {"train_iters": ITERATIONS + 1, "use_checkpoint_opt_param_scheduler": True}
+    with loop.running(whole, 2, words(world, whole, tensor_model_parallel_size=2, **changes, **more)) as ranks:
+        assert all(ranks.wait(120))
+    assert "was trained with other weights of the teacher: write the folder that was meant" in ranks.text()
 
 
 def tensors_of(checkpoint: Path) -> set[str]:

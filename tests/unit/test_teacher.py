@@ -16,18 +16,19 @@ from megatron_rl.ops.log_probs import TargetRows, VocabularyShard
 from megatron_rl.ops.log_probs.divergence import output_divergence
 from megatron_rl.trainer.data.teacher import check_tokens
 from megatron_rl.trainer.mcore.step.piggyback import Piggyback
-from megatron_rl.types import Divergence
+from megatron_rl.types import Divergence, Rope, RopeKind
 from tests.command_lines import QWEN3, RUN, error, folder, parse, run_problems
 from tests.grpo_twin import Teaching, _diverge
 from tests.live_memory import LiveMemory
 from tests.ranks import run_ranks
-from tests.truth import assert_near
+from tests.truth import assert_near, distance
 
 VOCAB_SIZE, PADDED = 300, 320
 TEMPERATURE = 0.7
 FORMS = [
     Divergence(kind, top_k, 0.3) for kind, top_k in itertools.product(("reverse", "forward", "jsd"), (None, 1, 9, 300))
 ]
+YARN = Rope(base=1e6, kind=RopeKind.YARN, factor=4.0, original_max_positions=64)
 Drawn = tuple[torch.Tensor, ...]
 
 
@@ -87,6 +88,19 @@ def test_a_vocabulary_divided_over_ranks_gives_the_same() -> None:
         for of_rank in ranks:
             found = [*of_rank[number][:2], grad_weight_VE]
             assert_near(found, dense(form, drawn, torch.float32), dense(form, drawn, torch.float64))
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form.top_k in (1, 9)], ids=str)
+def test_the_tokens_that_count_together_may_be_next_to_impossible(form) -> None:
+    """Let all but a billionth of both be on a few tokens, which are the same ones or others."""
+    hidden_NE, weight_VE, other_NF, other_VF, grad_N = draw()
+    for scale in (3.0, 8.0, 20.0):
+        sharp = (scale * hidden_NE, weight_VE, scale * other_NF, other_VF, grad_N)
+        alike = (scale * hidden_NE, weight_VE, scale * 1.05 * hidden_NE, weight_VE.clone(), grad_N)
+        for drawn in (sharp, alike):
+            theirs, truth = (dense(form, drawn, dtype) for dtype in (torch.float32, torch.float64))
+            for one, other, exact in zip(ours(form, drawn), theirs, truth, strict=True):
+                assert distance(one, exact) <= max(4 * distance(other, exact), 2e-5 * exact.abs().max().item())
 
 
 def test_no_array_of_rows_times_vocabulary_exists() -> None:
@@ -150,6 +164,7 @@ def test_a_teacher_has_its_own_layers_on_the_policys_stages(models) -> None:
         ("--opd-mixture 0.2", "--opd-mixture 0.2 needs --opd-divergence jsd"),
         ("--opd-divergence reverse --opd-discount 0.5", "--opd-discount 0.5 needs --opd-divergence sampled"),
         ("--opd-divergence jsd --opd-mixture 1", "--opd-mixture 1 must be above 0 and below 1"),
+        ("--algorithm opd --grpo-filter-groups-with-same-reward", "since rewards do not count: drop the filter"),
         ("--opd-coef 0", "--opd-coef 0 must be above 0"),
         ("--opd-divergence reverse --tri-model separate", "cannot be given together"),
         ("--opd-divergence reverse --grpo-advantage batch", "--opd-divergence reverse and --grpo-advantage batch"),
@@ -163,27 +178,33 @@ def test_flags_that_do_not_fit_are_named(words, said, models) -> None:
 def test_teachers_that_do_not_fit_are_named(models, tmp_path) -> None:
     policy = models[:2]
     for name, changes, words, said in (
-        ("words", {"vocab_size": 190}, "", "its output layer has 190 tokens, and the policy's 200"),
-        ("more", {"vocab_size": 264}, "--opd-divergence forward", "its output layer has 264 tokens"),
+        ("words", {"vocab_size": 190}, "", "its output layer has 190 rows, and the policy's 200"),
+        ("more", {"vocab_size": 264}, "--opd-divergence forward", "its output layer has 264 rows"),
         (
             "heads",
             {"num_attention_heads": 6, "num_query_groups": 3},
             "--tensor-model-parallel-size 2",
             "3 query groups",
         ),
+        ("short", {"max_position_embeddings": 64}, "--seq-length 128", "above the model's longest sequence, 64"),
+        ("yarn", {"rope": YARN}, "--batch-invariant", "--batch-invariant"),
         ("flat", {"num_layers": 1}, "--pipeline-model-parallel-size 2", "it has 1 layers for 2 stages"),
     ):
         teacher = folder(tmp_path / name, dataclasses.replace(QWEN3, **changes))
         assert f"--teacher {teacher}: " in (text := error(*policy, "--teacher", teacher, words, world_size=2))
         assert said in text
-    assert "must be a folder" in error(*policy, "--teacher", str(tmp_path / "missing"))
+    assert "--teacher must be a folder" in error(*policy, "--teacher", str(tmp_path / "missing"))
     assert "--algorithm opd needs --teacher" in error(*policy, "--algorithm opd")
+    assert "leaves no gradient: add --teacher" in error(*policy, "--grpo-advantage none")
+    assert parse(*policy, "--grpo-advantage none --grpo-kl-beta 0.1").teacher is None
     assert "--opd-coef 2 needs --teacher" in error(*policy, "--opd-coef 2")
     assert parse(*policy, "--teacher", str(tmp_path / "more")).teacher is not None
 
 
 def test_a_teacher_can_be_kept_in_host_memory(models) -> None:
-    assert not any("--frozen-offload" in problem for problem in run_problems(*models, *RUN, "--frozen-offload --lr x"))
+    for words in ("", "--lora-rank 4"):
+        problems = run_problems(*models, *RUN, words, "--frozen-offload --train-iters 0")
+        assert not any("--frozen-offload" in problem for problem in problems), problems
 
 
 def test_a_teacher_with_other_tokens_is_refused(tmp_path) -> None:

@@ -84,8 +84,11 @@ class _Pair:
 
     policy: TargetRows
     teacher: TargetRows
-    log_sums_N: tuple[torch.Tensor, torch.Tensor]
-    """The logarithms of the sums by which exponentials of logits become probabilities."""
+    log_sums_2N: tuple[torch.Tensor, torch.Tensor]
+    """Two numbers to take from logits to make log-probs: the largest one, and the logarithm of the sum beside it.
+
+    One after the other: their sum would round away what differs between two distributions that are nearly alike.
+    """
     least_N: torch.Tensor | None
     """The least of the teacher's log-probs that count singly."""
     temperature: float
@@ -93,8 +96,8 @@ class _Pair:
     def compute_block(self, block: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return a block's log-probs under the policy and the teacher, and where others count together."""
         log_p_NC, log_q_NC = (
-            plain.scale_logits(rows.hidden_NE, rows.weight_VE[block], self.temperature).sub_(log_sum_N[:, None])
-            for rows, log_sum_N in zip((self.policy, self.teacher), self.log_sums_N, strict=True)
+            _compute_log_probs(rows, block, self.temperature, log_sum_2N)
+            for rows, log_sum_2N in zip((self.policy, self.teacher), self.log_sums_2N, strict=True)
         )
         return log_p_NC, log_q_NC, None if self.least_N is None else log_q_NC < self.least_N[:, None]
 
@@ -112,38 +115,39 @@ class _Diverge(torch.autograd.Function):
         adds_to_main_grad: bool,
     ) -> torch.Tensor:
         policy = TargetRows(hidden_NE, weight_VE)
-        log_sums_N = (_sum_up(policy, columns, temperature), _sum_up(teacher, columns, temperature))
+        log_sums_2N = (_sum_up(policy, columns, temperature), _sum_up(teacher, columns, temperature))
         least_N = None
         if divergence.top_k is not None:
-            least_N = _find_least(teacher, columns, temperature, divergence.top_k, log_sums_N[1])
-        pair = _Pair(policy, teacher, log_sums_N, least_N, temperature)
-        # Sums of D, of p g, and of p and q where they count singly.
-        sums_4N = torch.zeros(4, len(hidden_NE), dtype=log_sums_N[0].dtype, device=hidden_NE.device)
+            least_N = _find_least(teacher, columns, temperature, divergence.top_k, log_sums_2N[1])
+        pair = _Pair(policy, teacher, log_sums_2N, least_N, temperature)
+        # Sums of D, of p g, of p and q where tokens count singly, and of p and q where they count together.
+        sums_6N = torch.zeros(6, len(hidden_NE), dtype=log_sums_2N[0].dtype, device=hidden_NE.device)
         for block, _ in columns.blocks():
             log_p_NC, log_q_NC, is_other_NC = pair.compute_block(block)
             parts = [*KINDS[divergence.kind](log_p_NC, log_q_NC, divergence.mixture)]
             if is_other_NC is not None:
-                parts = [part.masked_fill(is_other_NC, 0.0) for part in (*parts, log_p_NC.exp_(), log_q_NC.exp_())]
-            for sum_N, part_NC in zip(sums_4N, parts, strict=False):
+                p_NC, q_NC = log_p_NC.exp_(), log_q_NC.exp_()
+                parts = [part.masked_fill(is_other_NC, 0.0) for part in (*parts, p_NC, q_NC)]
+                parts += [part.masked_fill(~is_other_NC, 0.0) for part in (p_NC, q_NC)]
+            for sum_N, part_NC in zip(sums_6N, parts, strict=False):
                 sum_N += part_NC.sum(dim=1)
-        value_N, sum_N, p_N, q_N = columns.shard.all_reduce(sums_4N)
+        value_N, sum_N, *of_parts_N = columns.shard.all_reduce(sums_6N)
         other_N = None
         if least_N is not None:
-            least = torch.finfo(p_N.dtype).eps
-            log_p_N, log_q_N = ((1 - sum_N).clamp(min=least).log() for sum_N in (p_N, q_N))
+            log_p_N, log_q_N = (_find_log_rest(*pair_N) for pair_N in zip(of_parts_N[:2], of_parts_N[2:], strict=True))
             value_of_other_N, slope_N = KINDS[divergence.kind](log_p_N, log_q_N, divergence.mixture)
             value_N, sum_N = value_N + value_of_other_N, sum_N + slope_N
             other_N = slope_N / log_p_N.exp()
-        ctx.save_for_backward(hidden_NE, weight_VE, *log_sums_N, least_N, sum_N, other_N)
+        ctx.save_for_backward(hidden_NE, weight_VE, *log_sums_2N, least_N, sum_N, other_N)
         ctx.teacher, ctx.columns, ctx.temperature, ctx.divergence = teacher, columns, temperature, divergence
         ctx.parameter = weight_VE if adds_to_main_grad and find_main_grad(weight_VE) is not None else None
         return value_N
 
     @staticmethod
     def backward(ctx: Any, grad_N: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        hidden_NE, weight_VE, *log_sums_N, least_N, sum_N, other_N = ctx.saved_tensors
+        hidden_NE, weight_VE, *log_sums_2N, least_N, sum_N, other_N = ctx.saved_tensors
         policy = TargetRows(hidden_NE, weight_VE)
-        pair = _Pair(policy, ctx.teacher, (log_sums_N[0], log_sums_N[1]), least_N, ctx.temperature)
+        pair = _Pair(policy, ctx.teacher, (log_sums_2N[0], log_sums_2N[1]), least_N, ctx.temperature)
         grad_N1 = (grad_N / ctx.temperature)[:, None]
 
         def differentiate(block: slice, _: torch.Tensor) -> torch.Tensor:
@@ -161,21 +165,36 @@ class _Diverge(torch.autograd.Function):
 
 
 def _sum_up(rows: TargetRows, columns: Columns, temperature: float) -> torch.Tensor:
-    """Return the logarithm of each row's sum of exponentials of logits, over all ranks."""
+    """Return each row's largest logit, and the logarithm of the sum of exponentials beside it, over all ranks."""
     statistics = RowStatistics(rows.hidden_NE, with_entropies=False)
     for block, targets_N in columns.blocks():
         plain.add_block(statistics, rows.hidden_NE, rows.weight_VE[block], targets_N, temperature)
     statistics.reduce(columns.shard)
-    return statistics.max_N + statistics.sum_N.log()
+    return torch.stack((statistics.max_N, statistics.sum_N.log()))
+
+
+def _compute_log_probs(rows: TargetRows, block: slice, temperature: float, log_sum_2N: torch.Tensor) -> torch.Tensor:
+    max_N, log_sum_N = log_sum_2N
+    logits_NC = plain.scale_logits(rows.hidden_NE, rows.weight_VE[block], temperature)
+    return logits_NC.sub_(max_N[:, None]).sub_(log_sum_N[:, None])
+
+
+def _find_log_rest(singly_N: torch.Tensor, together_N: torch.Tensor) -> torch.Tensor:
+    """Return the logarithm of the probability of the tokens that count together, from the two parts of the sum.
+
+    Each is exact where it is small: near 1 it has the error of all its terms.
+    """
+    rest_N = torch.where(singly_N < 0.5, 1 - singly_N, together_N)
+    return rest_N.clamp(min=torch.finfo(rest_N.dtype).tiny).log()
 
 
 def _find_least(
-    rows: TargetRows, columns: Columns, temperature: float, count: int, log_sum_N: torch.Tensor
+    rows: TargetRows, columns: Columns, temperature: float, count: int, log_sum_2N: torch.Tensor
 ) -> torch.Tensor:
     """Return the least of each row's `count` largest log-probs, over all ranks. Equal ones all count."""
-    largest_NK = log_sum_N.new_full((len(log_sum_N), count), -math.inf)
+    largest_NK = log_sum_2N.new_full((len(rows.hidden_NE), count), -math.inf)
     for block, _ in columns.blocks():
-        log_q_NC = plain.scale_logits(rows.hidden_NE, rows.weight_VE[block], temperature).sub_(log_sum_N[:, None])
+        log_q_NC = _compute_log_probs(rows, block, temperature, log_sum_2N)
         largest_NK = torch.cat((largest_NK, log_q_NC), dim=1).topk(count, dim=1).values
     group = columns.shard.group
     if group is not None and group.size() > 1:

@@ -41,7 +41,7 @@ class EqualRewards:
         """Return the line after an iteration with these metrics, if there is one."""
         groups, equal = metrics["groups"], metrics["reward"]["all_equal_groups"]
         # Failures, which all have the same reward, are told by themselves.
-        if equal == groups and _share_of_failures(metrics) < 1:
+        if self._settings.algorithm.advantage != "none" and equal == groups and _share_of_failures(metrics) < 1:
             self._length += 1
             return self._warn(groups) if self._length == 1 else None
         length, self._length = self._length, 0

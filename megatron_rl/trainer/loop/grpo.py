@@ -24,7 +24,7 @@ from megatron_rl.trainer.loop.mismatch import MismatchBounds, build_mismatch_bou
 from megatron_rl.trainer.loop.rank import Rank
 from megatron_rl.trainer.loop.reporter import Reporter, RunLog, open_log
 from megatron_rl.trainer.loop.rollouts import Rollouts, Schedule, build_rollouts, build_sampling
-from megatron_rl.trainer.loop.saver import RunState, StartPoint
+from megatron_rl.trainer.loop.saver import RunState, StartPoint, name_weights
 from megatron_rl.trainer.mcore.publish.probe import Probe
 from megatron_rl.trainer.mcore.publish.publisher import Publisher, build_transport
 from megatron_rl.trainer.mcore.step.policy import FrozenModel, Policy
@@ -135,7 +135,9 @@ def build_grpo(
         policy=policy,
         others=others,
         publisher=publisher,
-        rollouts=build_rollouts(rank, client, prompts, advantages, schedule, log.timeline, start.state),
+        rollouts=build_rollouts(
+            rank, client, prompts, advantages, schedule, log.timeline, start.state, name_weights(others)
+        ),
         learner=_build_learner(rank, policy, others, log),
         bounds=build_mismatch_bounds(settings, policy.weights.dtype),
         largest_micro_batch=settings.sizes.largest_micro_batch,

@@ -247,8 +247,12 @@ def build_rollouts(
     schedule: Schedule,
     timeline: Timeline,
     state: RunState,
+    weights: dict[str, str],
 ) -> Rollouts:
-    """Build the rollouts of a rank; `state` is that of the iteration before."""
+    """Build the rollouts of a rank; `state` is that of the iteration before.
+
+    The audit log has `weights`, the fingerprints of frozen models, beside the objective.
+    """
     settings, session = rank.settings, rank.session
     terms = SubmissionTerms(
         settings.sizes.division,
@@ -256,7 +260,7 @@ def build_rollouts(
         settings.service.deadline_minutes * 60,
         advantages.has_baseline,
         describe_own_files(settings),
-        describe_objective(settings),
+        describe_objective(settings) | weights,
     )
 
     def make_batcher(baseline: float | None) -> Batcher:

@@ -258,7 +258,7 @@ def build_trainer(
     policy = build_policy(settings, session, settings.num_updates, rank.recipe.build_model)
     _check_guest(rank, policy)
     others = _build_others(rank, policy)
-    saver = Saver(settings, session, policy, settings.name, inputs.data, others.get(REFERENCE.name), rank.recipe.saved)
+    saver = Saver(settings, session, policy, settings.name, inputs.data, others, rank.recipe.saved)
     start = saver.load(rank.say)
     rank.startup.say("model: built, its weights are loaded")
     rank.startup.end_part("model and weights")

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_rl.algorithm.roles.reference import REFERENCE
 from megatron_rl.command_line.describe import describe_objective, describe_own_files
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import ForeignVersion, InputError
@@ -70,17 +71,22 @@ class Saver:
         policy: Policy,
         run: str,
         prompts: "PromptSource | DemonstrationSource | None",
-        reference: FrozenModel | None,
+        others: Mapping[str, FrozenModel],
         saved: Mapping[str, Any] | None = None,
     ):
-        """`prompts` are the data of the run; only rank 0 has them. `saved` is added to every checkpoint."""
+        """`prompts` are the data of the run; only rank 0 has them. `saved` is added to every checkpoint.
+
+        `others` are the frozen models by their roles, of which a checkpoint has the reference alone, once it has moved.
+        """
         self._settings = settings
         self._session = session
         self._policy = policy
         self._run = run
         self._prompts = prompts
         self._stops = [] if prompts is None else list(prompts.stops)
+        reference = others.get(REFERENCE.name)
         self._start = None if reference is None else reference.start
+        self._weights = name_weights(others)
         self._checkpointer = Checkpointer(settings, session, policy, reference, saved)
         self._loaded: tuple[int, Path] | None = None
         self._num_done = 0
@@ -178,7 +184,7 @@ class Saver:
             reference=self._start,
             audit_head=state.audit_head,
             plug_ins=describe_own_files(self._settings),
-            objective=describe_objective(self._settings),
+            objective=describe_objective(self._settings) | self._weights,
             baseline=state.baseline,
             **describe_rounding(self._settings),
         )
@@ -195,9 +201,19 @@ class Saver:
                 f"{source} was trained against the reference {kept.reference[:12]}, and --grpo-ref-model (or "
                 f"--hf-model) is {self._start[:12]}: write the folder that was meant, or --finetune"
             )
+        if other := [name for name, value in self._weights.items() if kept.objective.get(name, value) != value]:
+            raise InputError(
+                f"{source} was trained with other {' and '.join(other)}: write the folder that was meant (--teacher), "
+                f"or --finetune"
+            )
         if self._prompts is not None:
             self._prompts.restore(kept.prompts)
         return kept
+
+
+def name_weights(others: Mapping[str, FrozenModel]) -> dict[str, str]:
+    """Return the fingerprints of frozen models' first weights, under the names that the audit log has for them."""
+    return {f"weights of the {role}": other.start for role, other in others.items()}
 
 
 def read_kept_state(

@@ -12,6 +12,7 @@ const CHARTS = [
   { title: "Length of responses, tokens", lines: [["responses/length_mean", "mean"], ["responses/length_max", "longest"], ["evaluation/length_mean", "in evaluations"]] },
   { title: "Truncated responses, share", lines: [["responses/truncated", "truncated"]] },
   { title: "Divergence from the reference", lines: [["kl", "KL"]] },
+  { title: "Divergence from the teacher", lines: [["teacher_kl", "KL"]] },
   { title: "Mismatch of engine and trainer", lines: [["mismatch/mean", "mean"], ["mismatch/max", "largest"], ["mismatch/kl", "KL"]], log: true },
   { title: "Entropy, nats a token", lines: [["entropy", "of what was sampled"], ["entropy_policy", "of the policy"]] },
   { title: "Clipped tokens, share", lines: [["clip_fraction_low", "below"], ["clip_fraction_high", "above"], ["clip_fraction_dual", "dual"]] },

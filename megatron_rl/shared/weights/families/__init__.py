@@ -51,13 +51,13 @@ def describe_guest(source: str | None) -> dict[str, str]:
     return {} if source is None else {f"{BRIDGE} {source}": _load_guest(source)[1]}
 
 
-def read_config(folder: Path | str) -> dict[str, Any]:
-    """Read the config.json of a Hugging Face folder."""
+def read_config(folder: Path | str, flag: str = "--hf-model") -> dict[str, Any]:
+    """Read the config.json of a Hugging Face folder, which a flag names."""
     path = Path(folder) / "config.json"
     try:
         config = json.loads(path.read_text())
     except FileNotFoundError:
-        remedy = f"--hf-model must be a folder with config.json and weights{_suggest_download(folder)}"
+        remedy = f"{flag} must be a folder with config.json and weights{_suggest_download(folder)}"
         raise InputError(f"{path} does not exist: {remedy}") from None
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read as JSON: {error}") from None
@@ -77,12 +77,12 @@ def _suggest_download(folder: Path | str) -> str:
     )
 
 
-def read_architecture(folder: Path | str, guest: str | None = None) -> Architecture:
-    """Read the architecture of the model in a Hugging Face folder.
+def read_architecture(folder: Path | str, guest: str | None = None, flag: str = "--hf-model") -> Architecture:
+    """Read the architecture of the model in a Hugging Face folder, which a flag names.
 
     `guest` is a family as FILE.py:NAME, by which every process that has the architecture finds it.
     """
-    config = read_config(folder)
+    config = read_config(folder, flag)
     if guest is None:
         return _find_own(config["model_type"]).read(config)
     family, _ = _load_guest(guest)

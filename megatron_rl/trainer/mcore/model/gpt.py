@@ -168,18 +168,18 @@ class PackedGPTModel(GPTModel):
             )
         hidden_RE, group = hidden_R1E.squeeze(1), self.pg_collection.cp
         if group.size() == 1:
-            return self._read_targets(hidden_RE, pack.target_rows_N, pack.target_tokens_N, packed_seq_params)
+            return self._log_probs(hidden_RE, pack.target_rows_N, pack.target_tokens_N, packed_seq_params)
         rows = context.own_rows(pack.num_tokens, group)
         places_M = pack.places_of_part(group.rank(), group.size())
         rows_M, tokens_M = (
             targets_N.index_select(0, places_M) for targets_N in (pack.target_rows_N, pack.target_tokens_N)
         )
-        read = self._read_targets(hidden_RE, rows_M - rows.start, tokens_M, packed_seq_params)
+        read = self._log_probs(hidden_RE, rows_M - rows.start, tokens_M, packed_seq_params)
         if isinstance(read, TargetRows):
             return read
         return context.combine_targets(read, places_M, len(pack.target_rows_N), group)
 
-    def _read_targets(
+    def _log_probs(
         self, hidden_RE: torch.Tensor, rows_M: torch.Tensor, tokens_M: torch.Tensor, params: PackParams
     ) -> torch.Tensor | TargetRows:
         # Rows repeat, as a prompt's last one does: index_select adds gradients in a fixed order, and indexing does not.
@@ -187,7 +187,8 @@ class PackedGPTModel(GPTModel):
         weight_VE, group = self.output_weight(), self.pg_collection.tp
         shard = VocabularyShard(group.rank() * len(weight_VE), self.architecture.vocab_size, group)
         if params.gives_rows:
-            return TargetRows(hidden_ME, weight_VE)
+            # Detached, it stays what the parameter is now: one in host memory is taken back after the pass.
+            return TargetRows(hidden_ME, weight_VE.detach())
         adds_to_main_grad = self.config.gradient_accumulation_fusion
         log_probs = output_log_probs(
             hidden_ME,

@@ -194,5 +194,6 @@ def build_teacher(settings: Settings, session: Session) -> FrozenModel:
     weights = ModelWeights(chunks, session)
     weights.load_hf(folder)
     host = session.platform if settings.loop.frozen_offload else None
-    may_be_policy = TEACHER.find_divergence(settings.algorithm) is None
+    is_alike = settings.teacher.architecture == settings.architecture
+    may_be_policy = is_alike and TEACHER.find_divergence(settings.algorithm) is None
     return FrozenModel(freeze(chunks, host), weights, settings.publish.dtype, may_be_policy=may_be_policy)
