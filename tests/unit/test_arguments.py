@@ -81,6 +81,7 @@ OUT_OF_BOUND = {
     "a finite duration above 0": (math.inf, 0.5),
     "at least 0 and below 1": (1, 0),
     "between 0 and 1": (1.5, 1),
+    "above 0 and below 1": (1, 0.5),
 }
 
 

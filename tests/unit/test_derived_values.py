@@ -1,5 +1,6 @@
 """Values that follow from given flags: sizes, counts, defaults that are relied on."""
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -104,8 +105,9 @@ def test_groups_get_smaller_where_a_script_has_too_few_responses_for_whole_ones(
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_the_name_of_an_algorithm_sets_its_parts(name) -> None:
-    settings = parse(*DENSE, f"--algorithm {name}")
+def test_the_name_of_an_algorithm_sets_its_parts(name, tmp_path) -> None:
+    teacher = folder(tmp_path, dataclasses.replace(QWEN3, vocab_size=100))
+    settings = parse(*DENSE, f"--algorithm {name}", *(["--teacher", teacher] if name == "opd" else []))
     for field, value in PRESETS[name].settings.items():
         assert getattr(settings.algorithm, field) == value
         assert settings.sources[f"algorithm.{field}"] == f"--algorithm {name}"

@@ -57,6 +57,9 @@ def base(tmp_path: Path) -> list[str]:
     return [*CPU, "--hf-model", folder(tmp_path, QWEN3), *RUN]
 
 
+WITHIN_ONE = ("between 0 and 1", "above 0 and below 1")
+
+
 def own_flags() -> dict[str, Flag]:
     """Return the flags by their fields."""
     flags = [flag for subject, config in get_type_hints(Subjects).items() for flag in derive_flags(config, subject)]
@@ -70,7 +73,7 @@ def words_of(flag: Flag) -> str:
     if flag.choices:
         return f"{flag.name} {next(choice for choice in flag.choices if choice != flag.default)}"
     kind = int if isinstance(flag.convert, IntegerOr) else flag.convert
-    return f"{flag.name} {'0.5' if flag.bound == 'between 0 and 1' else ANOTHER[kind]}"
+    return f"{flag.name} {0.25 if flag.bound in WITHIN_ONE else ANOTHER[kind]}"
 
 
 def test_every_flag_is_read_by_the_stage_or_refused_with_it():
