@@ -1,6 +1,6 @@
 """Train a student half as wide as its teacher, from a start that forgets every carry: by rewards, and by the teacher.
 
-No sample of the student has a carry, so rewards alone teach none, in twice the updates.
+Nearly no sample of the student has a carry, so rewards teach few in twice the updates.
 
 python -m examples.arithmetic.teacher [--seeds 0 1] [--out FOLDER]
 """
