@@ -246,4 +246,4 @@ class Divergence:
     top_k: int | None = None
     """The number of the teacher's likeliest tokens that count singly, while others count together; None if all do."""
     mixture: float = 0.5
-    """The teacher's weight in the mixture of `jsd`, and that of its divergence from the mixture."""
+    """The teacher's weight in the mixture of `jsd`, and of its divergence from the mixture."""

@@ -18,7 +18,7 @@ FLAGS = ("--global-batch-size", "512", "--grpo-kl-beta", "0.001")
 # Further flags of a name. RLOO's loss has no ratio, and a second update would not be a policy gradient: it makes one.
 # GDPO's advantages are divided, and so would be a divergence in the loss.
 MORE_FLAGS = {"rloo": ("--global-batch-size", "1024"), "gdpo": ("--grpo-kl-in", "reward")}
-# That of a teacher has an example of its own (`teacher`).
+# `opd` needs a teacher, and has its own example (`teacher`).
 WITHOUT_TEACHER = [name for name in PRESETS if name != "opd"]
 
 

@@ -61,7 +61,7 @@ class Sequences:
 
 
 def _lower_triangle(size: int, like: torch.Tensor, base: float, first: int = 0) -> torch.Tensor:
-    """Make a triangle of powers: those of 0 `first` places below the diagonal."""
+    """Make a triangle of powers, which begin `first` places below the diagonal, with the power of 0."""
     places = torch.arange(size, device=like.device)
     exponents = places[:, None] - places - first
     powers = base ** exponents.clamp(min=0).to(like.dtype)

@@ -135,7 +135,7 @@ class AlgorithmConfig(LossSettings):
     )
     opd_mixture: float = own_flag(
         0.5,
-        "The teacher's weight in the mixture of `--opd-divergence jsd`, and that of its divergence from the mixture.",
+        "The teacher's weight in the mixture of `--opd-divergence jsd`, and of its divergence from the mixture.",
         "--opd-mixture",
         bound="above 0 and below 1",
     )

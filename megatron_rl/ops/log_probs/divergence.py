@@ -65,7 +65,7 @@ def output_divergence(
 ) -> torch.Tensor:
     """Compute the divergence of each row, in fp32; only the policy gets gradients.
 
-    They are summed over ranks as those of `output_log_probs`, and `block_columns` and `adds_to_main_grad` are the same.
+    Sum them over ranks, as with `output_log_probs`, which has the same `block_columns` and `adds_to_main_grad`.
     """
     if block_columns is None:
         block_columns = plain.choose_block_columns(len(policy.hidden_NE), policy.hidden_NE.dtype)

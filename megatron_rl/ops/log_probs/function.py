@@ -228,7 +228,7 @@ def add_block_gradients(
     differentiate: Callable[[slice, torch.Tensor], torch.Tensor],
     backend: AddsProducts,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Compute the gradients of hidden states and weight from those of each block's logits.
+    """Compute the gradients of hidden states and weight from the gradient of each block's logits.
 
     `needs` says which of the two are wanted. Only with a `parameter` is the weight's gradient added to its main one.
     """
