@@ -145,7 +145,7 @@ class TrainedModelWatch:
     def _read_product(self, part: ModelPart, number: int) -> Callable[[tuple[Any, ...], Any], None]:
         return lambda given, out: self._keep(part, number, **{"in": _rows(given[0]), "out": _rows(_add_bias(out))})
 
-    def _read_log_probs(self, compute: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def _read_log_probs(self, compute: Callable[..., Any]) -> Callable[..., torch.Tensor]:
         def read(
             hidden_RE: torch.Tensor, rows_M: torch.Tensor, tokens_M: torch.Tensor, params: PackParams
         ) -> torch.Tensor:
