@@ -11,12 +11,10 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-
-from benchmarks import report
+from benchmarks import report, trimodel
+from benchmarks.trimodel import GROUP_SIZE, MICRO_BATCHES, PROMPT, RESPONSE, STAGES, TINY, draw_updates, in_turns
 from megatron_rl.algorithm.objective import Objective
 from megatron_rl.command_line.run import compute_sizes
 from megatron_rl.trainer.data.device_copier import DeviceCopier
@@ -29,16 +27,10 @@ from tests import hf_models
 from tests.distributed.grpo_trials import Source, build_batcher
 from tests.distributed.training import settings_of
 from tests.grpo_problem import Problem
-from tests.grpo_twin import Group
 from tests.ranks import run_ranks
 
-MICRO_BATCHES, STAGES = 8, 2
-PROMPT, RESPONSE, GROUP_SIZE = 32, 40, 4
-MODEL = {
-    "num_hidden_layers": 8, "hidden_size": 512, "intermediate_size": 1536, "head_dim": 64, "num_attention_heads": 8,
-    "num_key_value_heads": 4, "vocab_size": 8192,
-}  # fmt: skip
-TINY = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "vocab_size": 256}
+# An output layer as large a part of the model as in models of some billions of parameters.
+MODEL = {**trimodel.MODEL, "vocab_size": 8192}
 FLAGS = (
     f"--lr 1e-6 --lr-decay-style constant --train-iters 1 --grpo-group-size {GROUP_SIZE} --micro-batch-size "
     f"{GROUP_SIZE} --grpo-prompts-per-step {MICRO_BATCHES} --seq-length {PROMPT + RESPONSE} "
@@ -62,7 +54,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.tiny:
         arguments.rounds = 1
-        MODEL.update(TINY)
+        MODEL.update(TINY, vocab_size=256)
     with tempfile.TemporaryDirectory() as folder:
         problem, teacher = _draw(Path(folder))
         times = run_ranks(_time, STAGES, problem, teacher, arguments.rounds, timeout=600)[0]
@@ -79,15 +71,7 @@ def main() -> None:
 def _draw(folder: Path) -> tuple[Problem, Path]:
     """Draw a policy, a teacher of its size, and an update of random groups."""
     policy, teacher = (hf_models.draw("qwen3", folder / str(seed), seed, **MODEL) for seed in (0, 1))
-    draw = np.random.default_rng(0)
-
-    def group() -> Group:
-        prompt, *responses = (
-            draw.integers(0, MODEL["vocab_size"], length).tolist() for length in [PROMPT] + [RESPONSE] * GROUP_SIZE
-        )
-        return Group(prompt, responses, draw.normal(size=GROUP_SIZE).tolist(), [[-7.0] * RESPONSE] * GROUP_SIZE)
-
-    return Problem(policy, policy, [[group() for _ in range(MICRO_BATCHES)]]), teacher
+    return Problem(policy, policy, draw_updates(1, MODEL["vocab_size"])), teacher
 
 
 def _time(problem: Problem, teacher: Path, rounds: int) -> Times:
@@ -114,7 +98,7 @@ def _time(problem: Problem, teacher: Path, rounds: int) -> Times:
         source = Source(problem, sizes.division, session.replica, identity, is_shuffled=False)
         batcher = build_batcher(settings["without"], session.device)
         for number in range(rounds + 1):
-            for name in _in_turns([*FORMS], number):
+            for name in in_turns(FORMS, number):
                 slots = IterationSlots(source.slot, batcher, sizes.division, identity, DeviceCopier(session.platform))
                 slots.wait_for_all()
                 start = max(session.gather(time.monotonic()))
@@ -127,10 +111,6 @@ def _time(problem: Problem, teacher: Path, rounds: int) -> Times:
                 if number > 0:
                     times[name].append(seconds)
     return dict(times)
-
-
-def _in_turns(names: Sequence[str], number: int) -> list[str]:
-    return [*names] if number % 2 == 0 else [*names][::-1]
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import statistics
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -136,15 +136,20 @@ def _draw(folder: Path) -> Problem:
     The models' weights are the same, which no pass takes notice of.
     """
     model = hf_models.draw("qwen3", folder / "model", **MODEL)
+    return Problem(model, model, draw_updates(2, MODEL["vocab_size"]))
+
+
+def draw_updates(count: int, vocab_size: int) -> list[list[Group]]:
+    """Draw updates of random groups, a group for each micro-batch."""
     draw = np.random.default_rng(0)
 
     def group() -> Group:
         prompt, *responses = (
-            draw.integers(0, MODEL["vocab_size"], length).tolist() for length in [PROMPT] + [RESPONSE] * GROUP_SIZE
+            draw.integers(0, vocab_size, length).tolist() for length in [PROMPT] + [RESPONSE] * GROUP_SIZE
         )
         return Group(prompt, responses, draw.normal(size=GROUP_SIZE).tolist(), [[-7.0] * RESPONSE] * GROUP_SIZE)
 
-    return Problem(model, model, [[group() for _ in range(MICRO_BATCHES)] for _ in range(2)])
+    return [[group() for _ in range(MICRO_BATCHES)] for _ in range(count)]
 
 
 class _Bench:
@@ -226,11 +231,11 @@ def _two_stages(problem: Problem, rounds: int) -> tuple[Times, Counter]:
         with bench.slots() as slots:
             bench.run_separate(slots)
         for number in range(rounds):
-            for name in _in_turns(forms, number):
+            for name in in_turns(forms, number):
                 with bench.slots() as slots:
                     times[f"{name}, at hand"].append(bench.seconds(lambda: forms[name](slots)))  # noqa: B023
             interval = statistics.median(times["separate, at hand"]) / MICRO_BATCHES
-            for name in _in_turns(forms, number):
+            for name in in_turns(forms, number):
                 with bench.slots(interval) as slots:
                     times[f"{name}, streamed"].append(bench.seconds(lambda: forms[name](slots)))  # noqa: B023
     return dict(times), sent
@@ -265,7 +270,7 @@ def _one_stage(problem: Problem, rounds: int) -> Times:
     return dict(times)
 
 
-def _in_turns(names: dict[str, Any], number: int) -> list[str]:
+def in_turns(names: Iterable[str], number: int) -> list[str]:
     return list(names) if number % 2 == 0 else list(names)[::-1]
 
 

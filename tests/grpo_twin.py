@@ -337,12 +337,12 @@ def log_probs_and_entropies(
 
 
 def _pad_end(values: torch.Tensor, missing: int) -> torch.Tensor:
-    """Pad rows at their end; each place has a value, or those of the vocabulary."""
+    """Pad rows at their end; each place has one value, or one for each token of the vocabulary."""
     return torch.nn.functional.pad(values, (0, 0) * (values.dim() - 2) + (0, missing))
 
 
 def _discount(values_BL: torch.Tensor, mask_BL: torch.Tensor, discount: float) -> torch.Tensor:
-    """Return each token's value and those of the later ones, which count less with each token between."""
+    """Return the sum of each token's value and the later ones, which count less with each token between."""
     sum_B, sums = torch.zeros_like(values_BL[:, 0]), []
     for value_B, is_token_B in zip(values_BL.unbind(1)[::-1], mask_BL.unbind(1)[::-1], strict=True):
         sum_B = torch.where(is_token_B, value_B + discount * sum_B, sum_B)
@@ -366,7 +366,7 @@ def _diverge(teaching: Teaching, p_BLV: torch.Tensor, q_BLV: torch.Tensor) -> to
 
 
 def _lump(log_probs_BLV: torch.Tensor, kept_BLK: torch.Tensor) -> torch.Tensor:
-    """Return the log-probs of these tokens, and that of all others together."""
+    """Return the log-probs of these tokens, and the log-prob of all others together."""
     others_BLV = log_probs_BLV.scatter(-1, kept_BLK, -torch.inf)
     return torch.cat((log_probs_BLV.gather(-1, kept_BLK), others_BLV.logsumexp(-1, keepdim=True)), dim=-1)
 

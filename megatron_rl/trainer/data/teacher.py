@@ -13,14 +13,14 @@ def check_tokens(teacher: Path, policy: Path, prompts: Iterable[Sequence[int]]) 
     `prompts` are some of the run, in tokens.
     """
     one, other = load_tokenizer(teacher, "--teacher"), load_tokenizer(policy)
-    tokens, wanted = one.get_vocab(), other.get_vocab()
-    differing = sorted(token for token in tokens.keys() | wanted.keys() if tokens.get(token) != wanted.get(token))
+    tokens, of_policy = one.get_vocab(), other.get_vocab()
+    differing = sorted(token for token in tokens.keys() | of_policy.keys() if tokens.get(token) != of_policy.get(token))
     remedy = f"write a teacher with the tokenizer of --hf-model {policy}"
     if differing:
         token = differing[0]
         raise InputError(
             f"--teacher {teacher} has other tokens: {len(differing)} differ, and {token!r} is {tokens.get(token)} in "
-            f"place of {wanted.get(token)}; {remedy}"
+            f"place of {of_policy.get(token)}; {remedy}"
         )
     for prompt in prompts:
         text = other.decode(prompt)

@@ -249,7 +249,7 @@ def build_rollouts(
     state: RunState,
     weights: dict[str, str],
 ) -> Rollouts:
-    """Build the rollouts of a rank; `state` is that of the iteration before.
+    """Build the rollouts of a rank; `state` is the last iteration's.
 
     The audit log has `weights`, the fingerprints of frozen models, beside the objective.
     """

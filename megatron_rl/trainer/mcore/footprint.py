@@ -79,7 +79,7 @@ def count(settings: Settings, work: Workload) -> list[Footprint]:
 
 
 def _count_frozen(settings: Settings) -> tuple[int, int]:
-    """Count the bytes of a stage's frozen parameters, and those of two layers."""
+    """Count the bytes of a stage's frozen parameters, and the bytes of two layers."""
     config = copy.copy(settings.transformer)
     chunks = build_chunks(config, settings.architecture, settings.model.make_vocab_size_divisible_by)
     weights = sum(one.numel() * one.element_size() for chunk in chunks for one in chunk.parameters())

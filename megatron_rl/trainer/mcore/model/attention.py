@@ -34,7 +34,7 @@ class PackParams(PackedSeqParams):
     """The given experts of the rows of this rank's routers; None if the routers choose."""
     teachers: Sequence[tuple[TargetRows, Divergence]] = ()
     gives_rows: bool = False
-    """Whether the model returns the rows that predict targets in place of log-probs."""
+    """True if the model returns the rows that predict targets, and no log-probs."""
 
 
 class SharedPromptAttention(MegatronModule):

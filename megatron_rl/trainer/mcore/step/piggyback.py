@@ -22,7 +22,7 @@ class Piggyback(P2PCommunicator):
     """The communicator between pipeline stages for one run of a schedule."""
 
     def __init__(self, config: ModelParallelConfig, width: int, widths: Sequence[int]):
-        """`width` is that of the policy's hidden states, `widths` are those of the frozen models'."""
+        """Carry hidden states of these `widths`, a frozen model each, with the policy's, which have `width`."""
         super().__init__(parallel_state.get_pipeline_model_parallel_group(), config)
         assert config.variable_seq_lengths, "the next stage must be told how long a message is"
         self._width, self._widths = width, widths
