@@ -84,7 +84,7 @@ def _time(problem: Problem, teacher: Path, rounds: int) -> Times:
         os.sched_setaffinity(0, {cores[session.rank % len(cores)]})
         sizes = compute_sizes(settings["without"], session.num_replicas)
         policy = build_policy(settings["without"], session, 1)
-        others = {"teacher": build_teacher(settings["sampled"], session).chunks}
+        others = {"teacher": build_teacher(settings["sampled"], session, "teacher").chunks}
         learners = {
             name: Learner(
                 policy,

@@ -155,7 +155,8 @@ class Trial:
 def _teach(teaching: grpo_twin.Teaching | None) -> str:
     if teaching is None:
         return ""
-    words = f" --teacher {teaching.folder} --opd-divergence {teaching.divergence} --opd-coef {teaching.coef}"
+    folders = str(teaching.folder) if teaching.other is None else f"t0={teaching.folder} t1={teaching.other}"
+    words = f" --teacher {folders} --opd-divergence {teaching.divergence} --opd-coef {teaching.coef}"
     if teaching.divergence == "sampled":
         return f"{words} --opd-discount {teaching.discount}"
     words += f" --opd-mixture {teaching.mixture}" * (teaching.divergence == "jsd")

@@ -76,6 +76,8 @@ class Teaching:
     mixture: float = 0.5
     coef: float = 0.7
     discount: float = 0.0
+    other: Path | None = None
+    """The teacher of every second group, if there are two."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,8 +179,7 @@ class Twin:
         self._batches = [_pad(groups, dtype, rules) for groups in updates]
         self._taught = []
         if rules.teaching is not None:
-            teacher = self._load(rules.teaching.folder)
-            self._taught = [self._log_probs(teacher, batch) for batch in self._batches]
+            self._taught = self._teach(rules.teaching, updates)
         if start is not None:
             assert start.rules.temperature == rules.temperature
             self._old, self._reference = start._old, start._reference
@@ -187,6 +188,21 @@ class Twin:
         self._old = [self._log_probs(self._policy, batch)[0] for batch in self._batches]
         frozen = self._load(reference)
         self._reference = [self._log_probs(frozen, batch)[0] for batch in self._batches]
+
+    def _teach(self, teaching: Teaching, updates: Sequence[Sequence[Group]]) -> list[tuple[torch.Tensor, ...]]:
+        """Return the teachers' results of each update, those of every second group by the other one."""
+        folders = [teaching.folder] if teaching.other is None else [teaching.folder, teaching.other]
+        of_teachers = []
+        for folder in folders:
+            teacher = self._load(folder)
+            of_teachers.append([self._log_probs(teacher, batch) for batch in self._batches])
+        numbers, taught = itertools.count(), []
+        for groups, *results in zip(updates, *of_teachers, strict=True):
+            choice_B = torch.tensor([number % len(folders) for group in groups for number in [next(numbers)] * len(group.responses)])
+            taught.append(
+                tuple(torch.stack(values)[choice_B, torch.arange(len(choice_B))] for values in zip(*results, strict=True))
+            )
+        return taught
 
     def load(self, weights: Tensors) -> None:
         """Continue from these weights."""

@@ -22,6 +22,11 @@ POLICY, OLD = "policy", "old"
 """The names of the policy, and of the policy that sampled."""
 
 
+def find_role(model: str) -> str:
+    """Return the role of a model by the model's name, which is ROLE.NAME if groups choose one of several."""
+    return model.partition(".")[0]
+
+
 @dataclasses.dataclass(frozen=True)
 class Paper:
     """Where the formulas come from."""
@@ -45,6 +50,8 @@ class RoleLogProbs:
     """Log-probs under the other roles, by their names; the policy's divergence from roles that declare one."""
     entropies_N: "torch.Tensor | None" = None
     """The entropies of the policy's distributions, with gradients."""
+    is_of_model_N: "Mapping[str, torch.Tensor]" = dataclasses.field(default_factory=dict)
+    """The targets of each model, where groups choose one of several, by the models' names."""
 
 
 @dataclasses.dataclass(frozen=True)

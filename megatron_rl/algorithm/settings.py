@@ -2,12 +2,15 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
 from megatron_rl.algorithm.library import ADVANTAGES, LOSSES, PRESETS, LossSettings
 from megatron_rl.flag import megatron_flag, own_flag
+
+_NAMED = re.compile(r"(?P<name>\w[\w-]*)=(?P<folder>.+)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,10 +115,11 @@ class AlgorithmConfig(LossSettings):
         "before it.",
         "--grpo-kl-in",
     )
-    teacher: Path | None = own_flag(
+    teacher: list[str] | None = own_flag(
         None,
         "The Hugging Face folder of a teacher, a model of any size with the policy's vocabulary: the policy learns its "
-        "distribution of the tokens that follow what the policy samples.",
+        "distribution of the tokens that follow what the policy samples. Several are NAME=FOLDER each, and a row's "
+        "column `teacher` names the one of its responses.",
         "--teacher",
     )
     opd_coef: float = own_flag(1.0, "The weight of the divergence from the teacher.", "--opd-coef", bound="above 0")
@@ -201,6 +205,15 @@ class AlgorithmConfig(LossSettings):
         if self.kl_estimator is None:
             # Set in spite of the frozen dataclass, so that every reader gets the estimator in use.
             object.__setattr__(self, "kl_estimator", ESTIMATORS[self.kl_in])
+
+
+def name_teachers(words: Sequence[str] | None) -> dict[str, Path]:
+    """Return the folder of each teacher by the name of its model: `teacher`, or `teacher.NAME` for NAME=FOLDER."""
+    folders = {}
+    for word in words or ():
+        named = _NAMED.fullmatch(word)
+        folders["teacher" if named is None else f"teacher.{named['name']}"] = Path(named["folder"] if named else word)
+    return folders
 
 
 ESTIMATORS: Mapping[str, str] = {"loss": "k3", "reward": "k1"}

@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from megatron_rl.algorithm.library import ADVANTAGES, LOSS_FIELDS, LOSSES
+from megatron_rl.algorithm.settings import name_teachers
 from megatron_rl.config.settings import DraftSettings
 from megatron_rl.environments.types import COMPONENT
 from megatron_rl.errors import UsageError
@@ -71,6 +72,7 @@ def check_algorithm(settings: DraftSettings) -> Iterator[str]:
         )
     if algorithm.name == "opd" and algorithm.teacher is None:
         yield "--algorithm opd needs --teacher: write the folder of the model that teaches"
+    yield from _check_names_of_teachers(algorithm.teacher or ())
     if algorithm.teacher is not None and algorithm.opd_divergence != "sampled" and settings.loop.tri_model != "fused":
         yield (
             f"--opd-divergence {algorithm.opd_divergence} and --tri-model {settings.loop.tri_model} cannot be given "
@@ -82,6 +84,12 @@ def check_algorithm(settings: DraftSettings) -> Iterator[str]:
         plug_ins = importlib.import_module(_PLUG_INS)
         yield from plug_ins.find_plug_in_problems(algorithm, written, _read_weights(settings))
     yield from _check_filter(settings)
+
+
+def _check_names_of_teachers(words: Sequence[str]) -> Iterator[str]:
+    models = name_teachers(words)
+    if len(models) < len(words) or ("teacher" in models and len(models) > 1):
+        yield f"--teacher {' '.join(words)}: several need a name each, none of them twice; write NAME=FOLDER for each"
 
 
 def _list_loss_needs(loss: str) -> Iterator[tuple[str, str, bool]]:

@@ -196,10 +196,10 @@ def _resolve_settings(reading: _Reading, world_size: int | None, needs_folder: b
     if not reading.problems:
         reading.problems += refusals
     if settings.algorithm.teacher is not None and settings.run.stage == "grpo" and not reading.problems:
-        resolve_teacher = importlib.import_module(_TEACHER).resolve_teacher
-        teacher, problems = resolve_teacher(written, reading.flags, given, platform, reading.chip)
+        resolve_teachers = importlib.import_module(_TEACHER).resolve_teachers
+        teachers, problems = resolve_teachers(written, reading.flags, given, platform, reading.chip)
         reading.consider(problems)
-        settings = dataclasses.replace(settings, teacher=teacher)
+        settings = dataclasses.replace(settings, teachers=teachers)
     if architecture is not None and not reading.problems:
         notes = (
             *_note_other_defaults(reading, settings.run.stage, settings.observe.verbose),

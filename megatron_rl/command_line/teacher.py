@@ -1,8 +1,10 @@
-"""The settings of a teacher: a model of another architecture, on the policy's ranks and in its precision."""
+"""The settings of each teacher: a model of another architecture, on the policy's ranks and in its precision."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
+from megatron_rl.algorithm.settings import name_teachers
 from megatron_rl.command_line.backends import choose_backends
 from megatron_rl.command_line.checks import check_length
 from megatron_rl.command_line.mode_checks import check_batch_invariant
@@ -29,15 +31,30 @@ _OF_POLICY = (
 _OF_EXPERTS = ("transformer.moe_", "transformer.expert_")
 
 
-def resolve_teacher(
+def resolve_teachers(
     settings: DraftSettings, flags: Sequence[Flag], given: Mapping[str, Given], platform: Platform, chip: str | None
-) -> tuple[DraftSettings | None, list[str]]:
-    """Return the teacher's settings and the mistakes in them.
+) -> tuple[dict[str, DraftSettings], list[str]]:
+    """Return the settings of teachers by the names of their models, and the mistakes in them.
 
     `settings` are the policy's, which are right so far, with the backends as they were written.
     """
-    folder = settings.algorithm.teacher
-    assert folder is not None
+    teachers, problems = dict[str, DraftSettings](), list[str]()
+    for name, folder in name_teachers(settings.algorithm.teacher).items():
+        teacher, of_teacher = _resolve_teacher(folder, settings, flags, given, platform, chip)
+        problems += of_teacher
+        if teacher is not None:
+            teachers[name] = teacher
+    return teachers, problems
+
+
+def _resolve_teacher(
+    folder: Path,
+    settings: DraftSettings,
+    flags: Sequence[Flag],
+    given: Mapping[str, Given],
+    platform: Platform,
+    chip: str | None,
+) -> tuple[DraftSettings | None, list[str]]:
     try:
         architecture = read_architecture(folder, flag=_FLAG)
     except InputError as error:

@@ -73,8 +73,8 @@ class DraftSettings(Subjects):
     sources: Mapping[str, str]
     # Flags that were written and have no effect; printed once at the start.
     notes: tuple[str, ...] = ()
-    # The same settings with the teacher's model in place of the policy's; None without --teacher.
-    teacher: "DraftSettings | None" = None
+    # The same settings with each teacher's model in place of the policy's, by the model's name: see `name_teachers`.
+    teachers: "Mapping[str, DraftSettings]" = dataclasses.field(default_factory=dict)
 
     @property
     def has_held_out(self) -> bool:
@@ -105,13 +105,12 @@ class Settings(DraftSettings):
     """Everything that a command line said, checked, and what follows from it. Nothing is missing or refused."""
 
     architecture: Architecture
-    teacher: "Settings | None" = None
+    teachers: "Mapping[str, Settings]" = dataclasses.field(default_factory=dict)
 
     @classmethod
     def accept(cls, draft: DraftSettings, **values: Any) -> Self:
         """Return the settings of a draft with which nothing is wrong; `values` are fields that a subclass adds."""
         assert draft.architecture is not None
         given = {field.name: getattr(draft, field.name) for field in dataclasses.fields(draft)}
-        if draft.teacher is not None:
-            given["teacher"] = Settings.accept(draft.teacher)
+        given["teachers"] = {name: Settings.accept(teacher) for name, teacher in draft.teachers.items()}
         return cls(**given, **values)

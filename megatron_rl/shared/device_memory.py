@@ -22,6 +22,7 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from megatron_rl.algorithm.settings import name_teachers
 from megatron_rl.errors import UsageError
 from megatron_rl.shared.protocol.wire import BUFFER_BYTES, NUM_BUFFERS
 from megatron_rl.shared.weights.families import read_architecture
@@ -174,7 +175,7 @@ class RankMemory:
     recomputed: Recomputed = Recomputed()
     num_frozen: int = 0
     is_frozen_offloaded: bool = False
-    teacher: Architecture | None = None
+    teachers: tuple[Architecture, ...] = ()
     streams: bool = True
     """True if weights reach engines from device to device."""
 
@@ -199,8 +200,8 @@ class RankMemory:
                 micro.tokens / split.row_ranks * self.architecture.hidden_size * (10 if parameter.weight == 2 else 8)
             )
         frozen, two_layers = self.num_frozen * weights, 2 * weights / layers if self.num_frozen else 0.0
-        if self.teacher is not None:
-            of_layers, *of_teacher = self._count_stage(self.teacher)
+        for teacher in self.teachers:
+            of_layers, *of_teacher = self._count_stage(teacher)
             frozen += sum(of_teacher) * parameter.weight
             two_layers = max(two_layers, 2 * sum(of_teacher) * parameter.weight / of_layers)
         logits = micro.tokens / split.context * self.architecture.vocab_size / split.tensor * parameter.weight
@@ -295,7 +296,8 @@ def _count_kept_of_attention(architecture: Architecture, item: int) -> float:
 def read_rank_memory(look_up: LookUp, architecture: Architecture, replicas: int) -> RankMemory:
     """Return the values of a run's settings that decide a rank's memory."""
     is_sampled, rank = look_up("run.stage") == "grpo", look_up("lora.rank")
-    parameter, teacher = read_parameter_bytes(look_up), look_up("algorithm.teacher")
+    parameter = read_parameter_bytes(look_up)
+    teachers = name_teachers(look_up("algorithm.teacher")) if is_sampled else {}
     if rank:
         # Adapters have about this share of the parameters of their layers, and nothing else is trained.
         share = min(1.0, 3 * rank / architecture.hidden_size)
@@ -308,7 +310,7 @@ def read_rank_memory(look_up: LookUp, architecture: Architecture, replicas: int)
         # Adapters leave their base to all roles.
         num_frozen=count_frozen(look_up, _count_updates(look_up)) if is_sampled and not rank else 0,
         is_frozen_offloaded=bool(look_up("loop.frozen_offload")),
-        teacher=read_architecture(teacher, flag="--teacher") if is_sampled and teacher is not None else None,
+        teachers=tuple(read_architecture(folder, flag="--teacher") for folder in teachers.values()),
         streams=is_sampled and look_up("rollout.transport") != "shm",
     )
 

@@ -400,6 +400,7 @@ class Iteration:
 def _part(group: Group, first: int, size: int, has_turns: bool) -> GroupPart:
     # Once in a part, whichever of the group's responses are in it.
     head, *others = group.responses
+    teacher = group.prompt.columns.get("teacher")
     # Those of agents may have different ones.
     names = dict.fromkeys(name for response in group.responses for name in response.components)
     responses = [msgspec.structs.replace(head, prompt_experts=msgspec.UNSET), *others]
@@ -413,4 +414,5 @@ def _part(group: Group, first: int, size: int, has_turns: bool) -> GroupPart:
         turn_rewards=[divide_reward(response) for response in group.responses] if has_turns else [],
         components={name: [response.components.get(name) for response in group.responses] for name in names},
         prompt_experts=head.prompt_experts,
+        teacher=teacher if isinstance(teacher, str) else None,
     )

@@ -99,8 +99,7 @@ def build_run(
     num_updates = sizes.plan.num_updates
     policy = build_policy(settings, session, num_iterations * num_updates)
     others = {} if reference is None else {"reference": build_reference(settings, session, reference)}
-    if settings.teacher is not None:
-        others["teacher"] = build_teacher(settings, session)
+    others |= {name: build_teacher(settings, session, name) for name in settings.teachers}
     return Run(session, settings, sizes, policy, build_roles(settings, session, policy, others, num_updates, trace))
 
 
@@ -206,6 +205,9 @@ def _check_passes(taken: dict[str, Any], num_slots: int, num_chunks: int) -> Non
         assert num_tokens > 0
         now = begin + length
     everything = sorted(itertools.product(range(num_slots), range(num_chunks)))
+    of_teachers = [passed for (_, role), passed in found.items() if role.startswith("teacher.")]
+    if of_teachers and max(map(len, of_teachers)) < len(everything):
+        assert sorted(itertools.chain.from_iterable(of_teachers)) == everything, "a teacher ran for another's groups"
     for passed in (("forward", "policy"), ("backward", "policy"), ("forward", "reference")):
         assert sorted(found.get(passed, [])) == everything, (passed, found)
 
@@ -243,6 +245,7 @@ class Source:
             responses=[self._response(group, number) for number in range(first, first + size)],
             rewards=group.rewards,
             components=group.components,
+            teacher=f"t{prompt % 2}",
         )
 
     def _response(self, group: Group, number: int) -> wire.Response:

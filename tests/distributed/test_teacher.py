@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests import hf_models
 from tests.distributed.grpo_trials import Seen
@@ -84,6 +85,33 @@ def twins(problem: Problem):
 @pytest.fixture(scope="module")
 def teacher_with_experts(folder: Path) -> Path:
     return hf_models.draw("glm4_moe", folder / "experts_teacher", seed=3, num_hidden_layers=3)
+
+
+TWO_TEACHERS = [("DP2", 4), ("PP2", 4), ("PP2xVPP2", 4), ("TP2xPP2", 12), ("CP2xPP2", 4), ("DP2", 12)]
+
+
+def test_two_teachers_in_one_batch_give_each_group_what_its_own_gives(problem, teacher, teacher_with_experts) -> None:
+    """Compare with the dense formulas, and bit for bit with runs that have one of the teachers twice."""
+    two = Teaching(teacher, "reverse", top_k=7, other=teacher_with_experts)
+    twice = [dataclasses.replace(two, folder=one, other=one) for one in (teacher, teacher_with_experts)]
+    alone = dataclasses.replace(two, other=None)
+    sampled = dataclasses.replace(two, divergence="sampled", top_k=None, discount=0.8)
+    rules = {one: dataclasses.replace(TRUNCATED, teaching=one) for one in (two, sampled, alone, *twice)}
+    trials = {(layout, size, one): Trial(layout, size, rules[one]) for layout, size in TWO_TEACHERS for one in rules}
+    seen, twins = run(problem, list(trials.values())), remember_twins(problem)
+    for (layout, size, form), trial in trials.items():
+        if form in (two, sampled):
+            check(trial, seen[trial], twins(trial))
+        elif form == twice[0]:
+            for update, of_one in zip(seen[trial], seen[trials[layout, size, alone]], strict=True):
+                assert all(torch.equal(value, of_one.gradients[name]) for name, value in update.gradients.items())
+                assert update.sums["teacher_kl"] == of_one.sums["teacher_kl"]
+    for layout, size in TWO_TEACHERS:
+        # Only the first update has the same weights in all runs.
+        sums, *of_each = (seen[trials[layout, size, one]][0].sums for one in (two, *twice))
+        for number, of_one in enumerate(of_each):
+            assert sums[f"teacher_kl.t{number}"] == of_one[f"teacher_kl.t{number}"]
+            assert sums[f"teacher_targets.t{number}"] == of_one[f"teacher_targets.t{number}"] > 0
 
 
 def test_teachers_with_experts_equal_the_dense_formulas(problem, teacher_with_experts) -> None:

@@ -49,9 +49,13 @@ def draw_teacher(world: "World") -> Path:
 
 
 def write_prompts(path: Path, count: int) -> Path:
-    """Write ragged prompts of numbers, with an answer."""
+    """Write ragged prompts of numbers, with an answer and one of two teachers."""
     rows = [
-        {"prompt": " ".join(str((7 * row + 3 * place) % 120 + 2) for place in range(3 + row % 9)), "answer": str(row)}
+        {
+            "prompt": " ".join(str((7 * row + 3 * place) % 120 + 2) for place in range(3 + row % 9)),
+            "answer": str(row),
+            "teacher": ("even", "odd")[row % 2],
+        }
         for row in range(count)
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -195,18 +195,20 @@ def test_periodic_and_sync_end_in_the_same_weights_by_every_algorithm_with_a_nam
 
 
 @pytest.mark.each_change
-def test_periodic_and_sync_end_in_the_same_weights_with_a_teacher_of_another_shape(world):
-    changes = {"algorithm": "opd", "teacher": loop.draw_teacher(world), "opd_divergence": "jsd", "grpo_kl_beta": 0.05}
+def test_periodic_and_sync_end_in_the_same_weights_with_two_teachers_of_other_shapes(world):
+    teachers = {"even": loop.draw_teacher(world), "odd": loop.draw_model(world.folder / "odd", 6, "qwen3", hidden_size=48)}
+    words = [f"{name}={folder}" for name, folder in teachers.items()]
+    changes = {"algorithm": "opd", "teacher": words, "opd_divergence": "jsd", "grpo_kl_beta": 0.05}
     compare_schedules(world, "taught", 2, [71], pipeline_model_parallel_size=2, frozen_offload=True, **changes)
     lines = read_metrics(world.folder / "taught-71" / "run")[:ITERATIONS]
-    assert all(line["teacher_kl"] > 0 for line in lines)
-    assert len({line["teacher"] for line in lines}) == 1
-    assert {line["teacher"] for line in lines}.isdisjoint(line["fingerprint"] for line in lines)
+    assert all(line["teacher_kl"] > 0 and line["teachers"].keys() == teachers.keys() for line in lines)
+    [hashes] = {(line["teacher.even"], line["teacher.odd"]) for line in lines}
+    assert len({*hashes, *(line["fingerprint"] for line in lines)}) == 2 + ITERATIONS
     assert verify(world.folder / "taught-71" / "run").breaches == []
     stated = next(
         event for event in loop.read_events(world.folder / "taught-71" / "run") if event["event"] == "objective"
     )
-    assert stated["values"]["weights of the teacher"] == lines[0]["teacher"]
+    assert tuple(stated["values"][f"weights of the teacher.{name}"] for name in teachers) == hashes
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_rl.ops.log_probs import TargetRows, VocabularyShard
-from megatron_rl.ops.log_probs.divergence import output_divergence
+from megatron_rl.ops.log_probs.divergence import output_divergences
 from megatron_rl.types import Divergence
 
 gkd = pytest.importorskip("trl.experimental.gkd", reason="TRL has an environment of its own: make test-trl")
@@ -23,7 +23,9 @@ def test_divergences_are_those_of_trl(kind: str, beta: float) -> None:
     ).sum(-1)[0]
     form = Divergence(kind, mixture=beta if kind == "jsd" else 0.5)
     rows = TargetRows(other, others_weight)
-    ours = output_divergence(TargetRows(hidden, weight), rows, VocabularyShard(0, 300), 0.7, form, 64)
+    targets = torch.zeros(len(hidden), dtype=torch.int64)
+    policy, shard = TargetRows(hidden, weight), VocabularyShard(0, 300)
+    ours = output_divergences(policy, targets, [(rows, form)], shard, 0.7, 64)[:, 1]
     assert torch.allclose(ours, theirs, rtol=1e-9, atol=1e-12)
     grads = [torch.autograd.grad(one.sum(), (hidden, weight)) for one in (ours, theirs)]
     for mine, other_grad in zip(*grads, strict=True):

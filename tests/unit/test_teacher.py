@@ -12,9 +12,10 @@ import torch
 
 from examples.arithmetic import model as tiny
 from megatron_rl.errors import InputError
-from megatron_rl.ops.log_probs import TargetRows, VocabularyShard
-from megatron_rl.ops.log_probs.divergence import output_divergence
-from megatron_rl.trainer.data.teacher import check_tokens
+from megatron_rl.ops.log_probs import TargetRows, VocabularyShard, output_log_probs
+from megatron_rl.ops.log_probs.divergence import output_divergences
+from megatron_rl.trainer.data.prompt_files import Row
+from megatron_rl.trainer.data.teacher import check_choices, check_tokens
 from megatron_rl.trainer.mcore.step.piggyback import Piggyback
 from megatron_rl.types import Divergence, Rope, RopeKind
 from tests.command_lines import QWEN3, RUN, error, folder, parse, run_problems
@@ -59,7 +60,9 @@ def ours(form: Divergence, drawn: Drawn, block_columns: int = 64, rank: int = 0,
     part = slice(rank * count, (rank + 1) * count)
     policy = TargetRows(hidden_NE.requires_grad_(), weight_VE[part].clone().requires_grad_())
     shard = VocabularyShard(rank * count, VOCAB_SIZE, torch.distributed.group.WORLD if size > 1 else None)
-    out_N = output_divergence(policy, TargetRows(other_NF, other_VF[part]), shard, TEMPERATURE, form, block_columns)
+    teachers = [(TargetRows(other_NF, other_VF[part]), form)]
+    targets_N = torch.arange(len(hidden_NE))
+    out_N = output_divergences(policy, targets_N, teachers, shard, TEMPERATURE, block_columns)[:, 1]
     return [out_N.detach(), *torch.autograd.grad(out_N, (policy.hidden_NE, policy.weight_VE), grad_N)]
 
 
@@ -67,6 +70,34 @@ def ours(form: Divergence, drawn: Drawn, block_columns: int = 64, rank: int = 0,
 def test_a_divergence_is_as_near_to_the_truth_as_the_dense_formula(form) -> None:
     drawn = draw()
     assert_near(ours(form, drawn), dense(form, drawn, torch.float32), dense(form, drawn, torch.float64))
+
+
+def test_log_probs_and_entropies_beside_divergences_are_what_they_are_alone() -> None:
+    *drawn, _ = draw()
+    hidden_NE, weight_VE, *_ = tensors = [tensor.float().requires_grad_() for tensor in drawn]
+    other_NF, other_VF = (tensor.detach() for tensor in tensors[2:])
+    targets_N = torch.randint(VOCAB_SIZE, (len(hidden_NE),), generator=torch.Generator().manual_seed(1))
+    shard, teachers = VocabularyShard(0, VOCAB_SIZE), [(TargetRows(other_NF, other_VF), form) for form in FORMS]
+    grad_NK = torch.randn(len(hidden_NE), 2 + len(FORMS), generator=torch.Generator().manual_seed(2))
+
+    def compute(dtype: torch.dtype) -> list[torch.Tensor]:
+        leaves = [tensor.detach().to(dtype).requires_grad_() for tensor in (hidden_NE, weight_VE)]
+        logits_NV = leaves[0] @ leaves[1][:VOCAB_SIZE].T / TEMPERATURE
+        all_NV = logits_NV.log_softmax(-1)
+        teacher_NV = (other_NF.to(dtype) @ other_VF[:VOCAB_SIZE].to(dtype).T / TEMPERATURE).log_softmax(-1)
+        parts = [all_NV.gather(1, targets_N[:, None])[:, 0], -(all_NV.exp() * all_NV).sum(1)]
+        for form in FORMS:
+            top_k = None if form.top_k == VOCAB_SIZE else form.top_k
+            parts.append(_diverge(Teaching(Path(), form.kind, top_k, form.mixture), all_NV, teacher_NV))
+        out_NK = torch.stack(parts, dim=1)
+        return [out_NK.detach(), *torch.autograd.grad(out_NK, leaves, grad_NK.to(dtype))]
+
+    policy = TargetRows(hidden_NE, weight_VE)
+    out_NK = output_divergences(policy, targets_N, teachers, shard, TEMPERATURE, 64, with_entropies=True)
+    alone_N2 = output_log_probs(hidden_NE, weight_VE, targets_N, shard, TEMPERATURE, 64, with_entropies=True)
+    assert torch.equal(out_NK[:, :2], alone_N2)
+    grads = torch.autograd.grad(out_NK, (hidden_NE, weight_VE), grad_NK)
+    assert_near([out_NK.detach(), *grads], compute(torch.float32), compute(torch.float64))
 
 
 def on_ranks(drawn: Drawn) -> list[list[torch.Tensor]]:
@@ -110,9 +141,9 @@ def test_no_array_of_rows_times_vocabulary_exists() -> None:
     whole = num_rows * num_columns * 4
     for form in FORMS:
         with LiveMemory([hidden_NE, weight_VE, other_NF, other_VF]) as memory:
-            out_N = output_divergence(
-                policy, TargetRows(other_NF, other_VF), VocabularyShard(0, num_columns), 1.0, form, block_columns
-            )
+            teachers, shard = [(TargetRows(other_NF, other_VF), form)], VocabularyShard(0, num_columns)
+            targets_N = torch.arange(num_rows)
+            out_N = output_divergences(policy, targets_N, teachers, shard, 1.0, block_columns, with_entropies=True)
             grads = torch.autograd.grad(out_N.sum(), (policy.hidden_NE, policy.weight_VE))
         of_results = sum(grad.nbytes for grad in grads)
         # Some blocks of all rows, of the fortieth part of the columns.
@@ -126,17 +157,19 @@ def test_a_divergence_from_oneself_is_zero_and_so_is_its_gradient() -> None:
         assert max(one.abs().max().item() for one in found) < 2e-6, form
 
 
-@pytest.mark.parametrize("widths", [(8,), (5,), (13,), (1,), (8, 3), (31, 1, 8)])
+@pytest.mark.parametrize("widths", [(), (8,), (5,), (13,), (1,), (8, 3), (31, 1, 8)])
 def test_hidden_states_of_any_width_arrive_as_they_were_sent(widths) -> None:
     for num_rows in (1, 2, 3, 7, 64):
-        sender = Piggyback.__new__(Piggyback)
-        sender._width, sender._widths, sender._frozen = 8, widths, {}
+        stage = Piggyback.__new__(Piggyback)
+        stage._width, stage._frozen = 8, {}
         policy = torch.randn(num_rows, 1, 8)
         frozen = [torch.randn(num_rows, 1, width) for width in widths]
-        message = torch.cat([policy, *(sender._cut(states) for states in frozen)])
-        received = sender._split(message)
+        stage.put(policy, frozen)
+        message = stage._join(policy)
+        assert message.shape == (num_rows, 1, 8 + sum(widths))
+        received = stage._split(message)
         assert torch.equal(received, policy)
-        for sent, came in zip(frozen, sender._frozen[received], strict=True):
+        for sent, came in zip(frozen, stage.take(received, widths), strict=True):
             assert torch.equal(sent, came)
 
 
@@ -151,10 +184,10 @@ def models(tmp_path: Path) -> list[str]:
 def test_a_teacher_has_its_own_layers_on_the_policys_stages(models) -> None:
     pipeline = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
     settings = parse(*models, pipeline, "--grpo-kl-beta 0.1", world_size=2)
-    assert settings.teacher is not None
-    assert (settings.teacher.architecture.num_layers, settings.architecture.num_layers) == (5, 4)
-    assert settings.teacher.transformer.hidden_size == 96
-    assert settings.teacher.parallel_sizes == settings.parallel_sizes
+    teacher = settings.teachers["teacher"]
+    assert (teacher.architecture.num_layers, settings.architecture.num_layers) == (5, 4)
+    assert teacher.transformer.hidden_size == 96
+    assert teacher.parallel_sizes == settings.parallel_sizes
 
 
 @pytest.mark.parametrize(
@@ -196,9 +229,32 @@ def test_teachers_that_do_not_fit_are_named(models, tmp_path) -> None:
     assert "--teacher must be a folder" in error(*policy, "--teacher", str(tmp_path / "missing"))
     assert "--algorithm opd needs --teacher" in error(*policy, "--algorithm opd")
     assert "leaves no gradient: add --teacher" in error(*policy, "--grpo-advantage none")
-    assert parse(*policy, "--grpo-advantage none --grpo-kl-beta 0.1").teacher is None
+    assert not parse(*policy, "--grpo-advantage none --grpo-kl-beta 0.1").teachers
     assert "--opd-coef 2 needs --teacher" in error(*policy, "--opd-coef 2")
-    assert parse(*policy, "--teacher", str(tmp_path / "more")).teacher is not None
+    assert parse(*policy, "--teacher", str(tmp_path / "more")).teachers.keys() == {"teacher"}
+
+
+def test_several_teachers_have_a_name_each(models, tmp_path) -> None:
+    *policy, flag, teacher = models
+    other = folder(tmp_path / "a=b", QWEN3)
+    settings = parse(*policy, flag, f"math={teacher}", f"code-2={other}")
+    assert {name: one.model.hf_model for name, one in settings.teachers.items()} == {
+        "teacher.math": Path(teacher),
+        "teacher.code-2": Path(other),
+    }
+    for words in ((teacher, other), (f"math={teacher}", other), (f"math={teacher}", f"math={other}")):
+        assert "several need a name each, none of them twice; write NAME=FOLDER" in error(*policy, flag, *words)
+    assert f"{flag} {tmp_path / 'none'} must be a folder" in error(*policy, flag, f"a={tmp_path / 'none'}")
+
+
+def test_each_row_names_a_teacher_of_the_run(tmp_path) -> None:
+    rows = [Row("a:1", tmp_path, 1, "a", {"teacher": "math"}), Row("a:2", tmp_path, 2, "a", {"answer": "5"})]
+    check_choices(["teacher"], rows)
+    check_choices(["teacher.math", "teacher.code"], rows[:1])
+    with pytest.raises(InputError, match="has the column teacher None, and must have one of --teacher: write code or math"):
+        check_choices(["teacher.math", "teacher.code"], rows)
+    with pytest.raises(InputError, match="has the column teacher 'math', and must have one of --teacher: write code"):
+        check_choices(["teacher.code"], rows)
 
 
 def test_a_teacher_can_be_kept_in_host_memory(models) -> None:

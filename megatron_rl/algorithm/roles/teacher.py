@@ -26,6 +26,10 @@ def teach(log_probs: RoleLogProbs, sequences: Sequences, config: Any) -> Term:
     if is_sampled:
         divergence_N = log_probs.old_N - divergence_N
     sums = {"teacher_kl": divergence_N.detach().sum(dtype=torch.float64)}
+    for model, is_of_model_N in log_probs.is_of_model_N.items():
+        name = model.partition(".")[2]
+        sums[f"teacher_kl.{name}"] = divergence_N.detach()[is_of_model_N].sum(dtype=torch.float64)
+        sums[f"teacher_targets.{name}"] = is_of_model_N.sum()
     if is_sampled:
         return Term(advantages_N=-config.opd_coef * sequences.sum_from(divergence_N, config.opd_discount), sums=sums)
     return Term(loss_N=config.opd_coef * divergence_N, sums=sums)

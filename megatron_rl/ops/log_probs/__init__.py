@@ -47,14 +47,25 @@ def output_log_probs(
     """
     if not temperature > 0:
         raise ValueError(f"temperature {temperature} must be above 0")
-    chosen = BACKENDS.find(BACKENDS.choose(backend, Conditions(hidden_NE.device.type, hidden_NE.dtype)).name)
-    if block_columns is None:
-        block_columns = chosen.choose_block_columns(len(hidden_NE), hidden_NE.dtype)
-    columns = Columns(shard, targets_N - shard.first, shard.num_real(len(weight_VE)), block_columns)
+    chosen = find_backend(hidden_NE, backend)
+    columns = divide_columns(TargetRows(hidden_NE, weight_VE), targets_N, shard, chosen, block_columns)
     result: torch.Tensor = LogProbs.apply(
         hidden_NE, weight_VE, columns, temperature, with_entropies, chosen, adds_to_main_grad
     )
     return result
+
+
+def find_backend(hidden_NE: torch.Tensor, name: str) -> BlockBackend:
+    """Return the backend of this name for these hidden states."""
+    return BACKENDS.find(BACKENDS.choose(name, Conditions(hidden_NE.device.type, hidden_NE.dtype)).name)
+
+
+def divide_columns(
+    rows: TargetRows, targets_N: torch.Tensor, shard: VocabularyShard, backend: BlockBackend, size: int | None = None
+) -> Columns:
+    """Divide this rank's columns into blocks of a size, or of the one that the backend chooses."""
+    size = size or backend.choose_block_columns(len(rows.hidden_NE), rows.hidden_NE.dtype)
+    return Columns(shard, targets_N - shard.first, shard.num_real(len(rows.weight_VE)), size)
 
 
 def _list_examples(conditions: Conditions) -> Iterator[Example]:

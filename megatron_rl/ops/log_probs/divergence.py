@@ -1,8 +1,9 @@
-"""The divergence of one distribution over the vocabulary from another one, each made of hidden states.
+"""The divergence of the policy's distribution over the vocabulary from teachers', each made of hidden states.
 
-Both vocabularies are divided over ranks alike, and computed in the same blocks of columns. Neither pass ever holds an
-array of all logits. One pass over the blocks finds the normalizers of both distributions and, with `top_k`, the least
-of the teacher's likeliest logits. Another one adds up the divergence. The backward pass computes each block again.
+All vocabularies are divided over ranks alike, and computed in the same blocks of columns. Neither pass ever holds an
+array of all logits. One pass over the blocks finds a teacher's normalizers and, with `top_k`, the least of its
+likeliest logits. Another one adds up the divergence. The backward pass computes each block again, once for log-probs,
+entropies and divergences together.
 
 For a divergence D of probabilities p and q, the gradient of a logit of p is p g - p S. Here g is the derivative of D by
 p, and S the sum of p g over the vocabulary. So each kind of divergence is a term of D, and p g.
@@ -12,20 +13,14 @@ Letters: N rows, E and F the two hidden sizes, V this rank's columns of the voca
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_rl.ops.log_probs import plain
-from megatron_rl.ops.log_probs.function import (
-    Columns,
-    RowStatistics,
-    TargetRows,
-    VocabularyShard,
-    add_block_gradients,
-)
+from megatron_rl.ops.log_probs import TargetRows, VocabularyShard, divide_columns, find_backend, plain
+from megatron_rl.ops.log_probs.function import Columns, GradientFactors, RowStatistics, add_block_gradients, sum_up
 from megatron_rl.ops.main_gradients import find_main_grad
 from megatron_rl.types import Divergence
 
@@ -54,52 +49,72 @@ KINDS: dict[str, Callable[[torch.Tensor, torch.Tensor, float], tuple[torch.Tenso
 """By a divergence's kind, the function from log p, log q and the mixture to the terms of D, and p g."""
 
 
-def output_divergence(
+def output_divergences(
     policy: TargetRows,
-    teacher: TargetRows,
+    targets_N: torch.Tensor,
+    teachers: Sequence[tuple[TargetRows, Divergence]],
     shard: VocabularyShard,
-    temperature: float,
-    divergence: Divergence,
+    temperature: float = 1.0,
     block_columns: int | None = None,
+    with_entropies: bool = False,
+    backend: str = "auto",
     adds_to_main_grad: bool = False,
 ) -> torch.Tensor:
-    """Compute the divergence of each row, in fp32; only the policy gets gradients.
+    """Return the columns of `output_log_probs`, and one for the divergence of each row from each teacher's.
 
-    Sum them over ranks, as with `output_log_probs`, which has the same `block_columns` and `adds_to_main_grad`.
+    Only the policy gets gradients. Log-probs and entropies are the backend's to the last bit; all else is computed in
+    torch's operations.
     """
-    if block_columns is None:
-        block_columns = plain.choose_block_columns(len(policy.hidden_NE), policy.hidden_NE.dtype)
-    # No column is a target.
-    targets_N = torch.full((len(policy.hidden_NE),), -1, device=policy.hidden_NE.device)
-    columns = Columns(shard, targets_N, shard.num_real(len(policy.weight_VE)), block_columns)
+    chosen = find_backend(policy.hidden_NE, backend)
+    of_backend, columns = (divide_columns(policy, targets_N, shard, one, block_columns) for one in (chosen, plain))
+    with torch.no_grad():
+        statistics = sum_up(policy, of_backend, temperature, with_entropies, chosen)
     result: torch.Tensor = _Diverge.apply(
-        policy.hidden_NE, policy.weight_VE, teacher, columns, temperature, divergence, adds_to_main_grad
+        policy.hidden_NE, policy.weight_VE, teachers, statistics, columns, temperature, adds_to_main_grad
     )
     return result
 
 
 @dataclasses.dataclass(frozen=True)
-class _Pair:
-    """Both distributions of each row."""
+class _Distribution:
+    """The distribution of each row."""
 
-    policy: TargetRows
-    teacher: TargetRows
-    log_sums_2N: tuple[torch.Tensor, torch.Tensor]
+    rows: TargetRows
+    log_sum_2N: torch.Tensor
     """Two numbers to take from logits to make log-probs: the largest one, and the logarithm of the sum beside it.
 
     One after the other: their sum would round away what differs between two distributions that are nearly alike.
     """
-    least_N: torch.Tensor | None
-    """The least of the teacher's log-probs that count singly."""
     temperature: float
 
-    def compute_block(self, block: slice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return a block's log-probs under the policy and the teacher, and where others count together."""
-        log_p_NC, log_q_NC = (
-            _compute_log_probs(rows, block, self.temperature, log_sum_2N)
-            for rows, log_sum_2N in zip((self.policy, self.teacher), self.log_sums_2N, strict=True)
-        )
-        return log_p_NC, log_q_NC, None if self.least_N is None else log_q_NC < self.least_N[:, None]
+    def compute_block(self, block: slice) -> torch.Tensor:
+        """Return the log-probs of a block."""
+        max_N, log_sum_N = self.log_sum_2N
+        logits_NC = plain.scale_logits(self.rows.hidden_NE, self.rows.weight_VE[block], self.temperature)
+        return logits_NC.sub_(max_N[:, None]).sub_(log_sum_N[:, None])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Teacher:
+    """A teacher, and the numbers of each row that give the gradient of the divergence."""
+
+    distribution: _Distribution
+    divergence: Divergence
+    least_N: torch.Tensor | None
+    """The least of the log-probs that count singly; None if all do."""
+    sum_N: torch.Tensor
+    """The sum of p g."""
+    other_N: torch.Tensor | None
+    """g of the tokens that count together."""
+
+    def differentiate_block(self, log_p_NC: torch.Tensor, block: slice) -> torch.Tensor:
+        """Compute the gradient of the policy's logits in a block, before its division by the temperature."""
+        log_q_NC = self.distribution.compute_block(block)
+        _, slope_NC = KINDS[self.divergence.kind](log_p_NC, log_q_NC, self.divergence.mixture)
+        p_NC = log_p_NC.exp()
+        if self.least_N is not None and self.other_N is not None:
+            slope_NC = torch.where(log_q_NC < self.least_N[:, None], p_NC * self.other_N[:, None], slope_NC)
+        return slope_NC.sub_(p_NC.mul_(self.sum_N[:, None]))
 
 
 class _Diverge(torch.autograd.Function):
@@ -108,55 +123,38 @@ class _Diverge(torch.autograd.Function):
         ctx: Any,
         hidden_NE: torch.Tensor,
         weight_VE: torch.Tensor,
-        teacher: TargetRows,
+        teachers: Sequence[tuple[TargetRows, Divergence]],
+        statistics: RowStatistics,
         columns: Columns,
         temperature: float,
-        divergence: Divergence,
         adds_to_main_grad: bool,
     ) -> torch.Tensor:
-        policy = TargetRows(hidden_NE, weight_VE)
-        log_sums_2N = (_sum_up(policy, columns, temperature), _sum_up(teacher, columns, temperature))
-        least_N = None
-        if divergence.top_k is not None:
-            least_N = _find_least(teacher, columns, temperature, divergence.top_k, log_sums_2N[1])
-        pair = _Pair(policy, teacher, log_sums_2N, least_N, temperature)
-        # Sums of D, of p g, of p and q where tokens count singly, and of p and q where they count together.
-        sums_6N = torch.zeros(6, len(hidden_NE), dtype=log_sums_2N[0].dtype, device=hidden_NE.device)
-        for block, _ in columns.blocks():
-            log_p_NC, log_q_NC, is_other_NC = pair.compute_block(block)
-            parts = [*KINDS[divergence.kind](log_p_NC, log_q_NC, divergence.mixture)]
-            if is_other_NC is not None:
-                p_NC, q_NC = log_p_NC.exp_(), log_q_NC.exp_()
-                parts = [part.masked_fill(is_other_NC, 0.0) for part in (*parts, p_NC, q_NC)]
-                parts += [part.masked_fill(~is_other_NC, 0.0) for part in (p_NC, q_NC)]
-            for sum_N, part_NC in zip(sums_6N, parts, strict=False):
-                sum_N += part_NC.sum(dim=1)
-        value_N, sum_N, *of_parts_N = columns.shard.all_reduce(sums_6N)
-        other_N = None
-        if least_N is not None:
-            log_p_N, log_q_N = (_find_log_rest(*pair_N) for pair_N in zip(of_parts_N[:2], of_parts_N[2:], strict=True))
-            value_of_other_N, slope_N = KINDS[divergence.kind](log_p_N, log_q_N, divergence.mixture)
-            value_N, sum_N = value_N + value_of_other_N, sum_N + slope_N
-            other_N = slope_N / log_p_N.exp()
-        ctx.save_for_backward(hidden_NE, weight_VE, *log_sums_2N, least_N, sum_N, other_N)
-        ctx.teacher, ctx.columns, ctx.temperature, ctx.divergence = teacher, columns, temperature, divergence
+        policy = _Distribution(TargetRows(hidden_NE, weight_VE), _read_log_sums(statistics), temperature)
+        compared = [_compare(policy, rows, divergence, columns) for rows, divergence in teachers]
+        entropies_N = statistics.compute_entropies()
+        ctx.save_for_backward(hidden_NE, weight_VE, statistics.max_N, statistics.sum_N, entropies_N)
+        ctx.teachers = [teacher for _, teacher in compared]
+        ctx.columns, ctx.temperature = columns, temperature
         ctx.parameter = weight_VE if adds_to_main_grad and find_main_grad(weight_VE) is not None else None
-        return value_N
+        of_policy = [statistics.compute_log_probs(), *([] if entropies_N is None else [entropies_N])]
+        return torch.stack([*of_policy, *(value_N for value_N, _ in compared)], dim=1)
 
     @staticmethod
-    def backward(ctx: Any, grad_N: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        hidden_NE, weight_VE, *log_sums_2N, least_N, sum_N, other_N = ctx.saved_tensors
-        policy = TargetRows(hidden_NE, weight_VE)
-        pair = _Pair(policy, ctx.teacher, (log_sums_2N[0], log_sums_2N[1]), least_N, ctx.temperature)
-        grad_N1 = (grad_N / ctx.temperature)[:, None]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        hidden_NE, weight_VE, max_N, sum_N, entropies_N = ctx.saved_tensors
+        num_own = grad.shape[1] - len(ctx.teachers)
+        of_own, *of_teachers = grad.split([num_own, *[1] * len(ctx.teachers)], dim=1)
+        of_own = of_own if num_own > 1 else of_own[:, 0]
+        factors = GradientFactors.of(of_own, ctx.temperature, max_N, sum_N, entropies_N)
+        log_sum_N1 = sum_N.log()[:, None]
 
-        def differentiate(block: slice, _: torch.Tensor) -> torch.Tensor:
-            log_p_NC, log_q_NC, is_other_NC = pair.compute_block(block)
-            _, slope_NC = KINDS[ctx.divergence.kind](log_p_NC, log_q_NC, ctx.divergence.mixture)
-            p_NC = log_p_NC.exp()
-            if is_other_NC is not None:
-                slope_NC = torch.where(is_other_NC, p_NC * other_N[:, None], slope_NC)
-            return slope_NC.sub_(p_NC.mul_(sum_N[:, None])).mul_(grad_N1).to(weight_VE.dtype)
+        def differentiate(block: slice, targets_N: torch.Tensor) -> torch.Tensor:
+            away_NC = plain.scale_logits(hidden_NE, weight_VE[block], ctx.temperature).sub_(max_N[:, None])
+            log_p_NC = away_NC - log_sum_N1
+            grad_NC = plain.differentiate_logits(factors, away_NC, targets_N)
+            for teacher, grad_N1 in zip(ctx.teachers, of_teachers, strict=True):
+                grad_NC += teacher.differentiate_block(log_p_NC, block).mul_(grad_N1 / ctx.temperature)
+            return grad_NC.to(weight_VE.dtype)
 
         grads = add_block_gradients(
             hidden_NE, weight_VE, ctx.columns, ctx.parameter, ctx.needs_input_grad, differentiate, plain
@@ -164,19 +162,67 @@ class _Diverge(torch.autograd.Function):
         return *grads, None, None, None, None, None
 
 
-def _sum_up(rows: TargetRows, columns: Columns, temperature: float) -> torch.Tensor:
-    """Return each row's largest logit, and the logarithm of the sum of exponentials beside it, over all ranks."""
+def _compare(
+    policy: _Distribution, rows: TargetRows, divergence: Divergence, columns: Columns
+) -> tuple[torch.Tensor, _Teacher]:
+    """Return the divergence of each row, and the numbers for its gradient."""
+    log_sum_2N, least_N = _sum_up_teacher(rows, columns, policy.temperature, divergence.top_k)
+    distribution, diverge = _Distribution(rows, log_sum_2N, policy.temperature), KINDS[divergence.kind]
+    # Sums of D, of p g, of p and q where tokens count singly, and of p and q where they count together.
+    sums_6N = log_sum_2N.new_zeros(6, log_sum_2N.shape[1])
+    for block, _ in columns.blocks():
+        log_p_NC, log_q_NC = policy.compute_block(block), distribution.compute_block(block)
+        parts = [*diverge(log_p_NC, log_q_NC, divergence.mixture)]
+        if least_N is not None:
+            is_other_NC = log_q_NC < least_N[:, None]
+            p_NC, q_NC = log_p_NC.exp_(), log_q_NC.exp_()
+            parts = [part.masked_fill(is_other_NC, 0.0) for part in (*parts, p_NC, q_NC)]
+            parts += [part.masked_fill(~is_other_NC, 0.0) for part in (p_NC, q_NC)]
+        for sum_N, part_NC in zip(sums_6N, parts, strict=False):
+            sum_N += part_NC.sum(dim=1)
+    value_N, sum_N, *of_parts_N = columns.shard.all_reduce(sums_6N)
+    other_N = None
+    if least_N is not None:
+        log_p_N, log_q_N = (_find_log_rest(*pair_N) for pair_N in zip(of_parts_N[:2], of_parts_N[2:], strict=True))
+        value_of_other_N, slope_N = diverge(log_p_N, log_q_N, divergence.mixture)
+        value_N, sum_N = value_N + value_of_other_N, sum_N + slope_N
+        other_N = slope_N / log_p_N.exp()
+    return value_N, _Teacher(distribution, divergence, least_N, sum_N, other_N)
+
+
+def _sum_up_teacher(
+    rows: TargetRows, columns: Columns, temperature: float, top_k: int | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return what makes log-probs of logits, and the least of each row's `top_k` largest ones, over all ranks.
+
+    Equal ones all count.
+    """
     statistics = RowStatistics(rows.hidden_NE, with_entropies=False)
+    largest_NK = None if top_k is None else statistics.max_N.new_full((len(statistics.max_N), top_k), -math.inf)
     for block, targets_N in columns.blocks():
-        plain.add_block(statistics, rows.hidden_NE, rows.weight_VE[block], targets_N, temperature)
+        logits_NC = plain.scale_logits(rows.hidden_NE, rows.weight_VE[block], temperature)
+        if largest_NK is not None:
+            largest_NK = _keep_largest([largest_NK, logits_NC])
+        plain.add_logits(statistics, logits_NC, targets_N)
     statistics.reduce(columns.shard)
-    return torch.stack((statistics.max_N, statistics.sum_N.log()))
-
-
-def _compute_log_probs(rows: TargetRows, block: slice, temperature: float, log_sum_2N: torch.Tensor) -> torch.Tensor:
+    log_sum_2N, group = _read_log_sums(statistics), columns.shard.group
+    if largest_NK is None:
+        return log_sum_2N, None
+    if group is not None and group.size() > 1:
+        of_ranks = [torch.empty_like(largest_NK) for _ in range(group.size())]
+        dist.all_gather(of_ranks, largest_NK, group=group)
+        largest_NK = _keep_largest(of_ranks)
     max_N, log_sum_N = log_sum_2N
-    logits_NC = plain.scale_logits(rows.hidden_NE, rows.weight_VE[block], temperature)
-    return logits_NC.sub_(max_N[:, None]).sub_(log_sum_N[:, None])
+    return log_sum_2N, largest_NK.amin(dim=1).sub_(max_N).sub_(log_sum_N)
+
+
+def _keep_largest(parts: list[torch.Tensor]) -> torch.Tensor:
+    """Return each row's largest values, as many as the first part has."""
+    return torch.cat(parts, dim=1).topk(parts[0].shape[1], dim=1).values
+
+
+def _read_log_sums(statistics: RowStatistics) -> torch.Tensor:
+    return torch.stack((statistics.max_N, statistics.sum_N.log()))
 
 
 def _find_log_rest(singly_N: torch.Tensor, together_N: torch.Tensor) -> torch.Tensor:
@@ -186,19 +232,3 @@ def _find_log_rest(singly_N: torch.Tensor, together_N: torch.Tensor) -> torch.Te
     """
     rest_N = torch.where(singly_N < 0.5, 1 - singly_N, together_N)
     return rest_N.clamp(min=torch.finfo(rest_N.dtype).tiny).log()
-
-
-def _find_least(
-    rows: TargetRows, columns: Columns, temperature: float, count: int, log_sum_2N: torch.Tensor
-) -> torch.Tensor:
-    """Return the least of each row's `count` largest log-probs, over all ranks. Equal ones all count."""
-    largest_NK = log_sum_2N.new_full((len(rows.hidden_NE), count), -math.inf)
-    for block, _ in columns.blocks():
-        log_q_NC = _compute_log_probs(rows, block, temperature, log_sum_2N)
-        largest_NK = torch.cat((largest_NK, log_q_NC), dim=1).topk(count, dim=1).values
-    group = columns.shard.group
-    if group is not None and group.size() > 1:
-        of_ranks = [torch.empty_like(largest_NK) for _ in range(group.size())]
-        dist.all_gather(of_ranks, largest_NK, group=group)
-        largest_NK = torch.cat(of_ranks, dim=1).topk(count, dim=1).values
-    return largest_NK.amin(dim=1)

@@ -167,6 +167,17 @@ class BlockBackend(HasRefusal, Protocol):
         """Add grad @ weight to the sum, which has the dtype of statistics."""
 
 
+def sum_up(
+    rows: TargetRows, columns: Columns, temperature: float, with_entropies: bool, backend: BlockBackend
+) -> RowStatistics:
+    """Return the statistics of all ranks' columns."""
+    statistics = RowStatistics(rows.hidden_NE, with_entropies)
+    for block, targets_N in columns.blocks():
+        backend.add_block(statistics, rows.hidden_NE, rows.weight_VE[block], targets_N, temperature)
+    statistics.reduce(columns.shard)
+    return statistics
+
+
 class LogProbs(torch.autograd.Function):
     """Log-probs of targets, [N], or those and the entropies, [N, 2]."""
 
@@ -181,10 +192,7 @@ class LogProbs(torch.autograd.Function):
         backend: BlockBackend,
         adds_to_main_grad: bool,
     ) -> torch.Tensor:
-        statistics = RowStatistics(hidden_NE, with_entropies)
-        for block, targets_N in columns.blocks():
-            backend.add_block(statistics, hidden_NE, weight_VE[block], targets_N, temperature)
-        statistics.reduce(columns.shard)
+        statistics = sum_up(TargetRows(hidden_NE, weight_VE), columns, temperature, with_entropies, backend)
         entropies_N = statistics.compute_entropies()
         ctx.save_for_backward(hidden_NE, weight_VE, statistics.max_N, statistics.sum_N, entropies_N)
         ctx.columns, ctx.temperature, ctx.backend = columns, temperature, backend

@@ -25,8 +25,12 @@ def add_block(
     temperature: float,
 ) -> None:
     """Add the columns of a block of the weight. Targets outside the block are those of other blocks."""
-    scaled_NC = scale_logits(hidden_NE, weight_CE, temperature)
-    columns_N1, is_here_N1 = find_targets(targets_N, len(weight_CE))
+    add_logits(statistics, scale_logits(hidden_NE, weight_CE, temperature), targets_N)
+
+
+def add_logits(statistics: RowStatistics, scaled_NC: torch.Tensor, targets_N: torch.Tensor) -> None:
+    """Add the columns of a block, of which these are the logits; they are overwritten."""
+    columns_N1, is_here_N1 = find_targets(targets_N, scaled_NC.shape[1])
     statistics.chosen_N += scaled_NC.gather(1, columns_N1).masked_fill(~is_here_N1, 0.0)[:, 0]
     statistics.num_holders_N += is_here_N1[:, 0]
     statistics.raise_max(torch.maximum(statistics.max_N, scaled_NC.amax(dim=1)))
@@ -47,15 +51,18 @@ def differentiate_block(
     temperature: float,
 ) -> torch.Tensor:
     """Compute the gradient of a block's logits, in the weight's dtype."""
-    grad_NC = scale_logits(hidden_NE, weight_CE, temperature)
-    grad_NC.sub_(factors.max_N[:, None])
+    scaled_NC = scale_logits(hidden_NE, weight_CE, temperature)
+    return differentiate_logits(factors, scaled_NC.sub_(factors.max_N[:, None]), targets_N).to(weight_CE.dtype)
+
+
+def differentiate_logits(factors: GradientFactors, grad_NC: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:
+    """Compute the gradient of a block's logits from these less their rows' maxima, which are overwritten."""
     if factors.slope_N is None:
         grad_NC.exp_().mul_(factors.miss_N[:, None])
     else:
         grad_NC = (grad_NC * factors.slope_N[:, None]).add_(factors.miss_N[:, None]).mul_(grad_NC.exp_())
-    columns_N1, is_here_N1 = find_targets(targets_N, len(weight_CE))
-    grad_NC.scatter_add_(1, columns_N1, factors.hit_N[:, None].where(is_here_N1, 0.0))
-    return grad_NC.to(weight_CE.dtype)
+    columns_N1, is_here_N1 = find_targets(targets_N, grad_NC.shape[1])
+    return grad_NC.scatter_add_(1, columns_N1, factors.hit_N[:, None].where(is_here_N1, 0.0))
 
 
 def add_product(sum_NE: torch.Tensor, grad_NC: torch.Tensor, weight_CE: torch.Tensor) -> None:

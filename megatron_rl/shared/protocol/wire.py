@@ -229,6 +229,8 @@ class GroupPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     components: dict[str, list[float | None]] = {}
     prompt_experts: bytes | msgspec.UnsetType = msgspec.UNSET
     """The experts of the prompt's tokens."""
+    teacher: str | None = None
+    """The text in the prompt's column `teacher`."""
 
 
 class Slot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

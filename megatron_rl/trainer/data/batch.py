@@ -4,11 +4,12 @@ Letters: T tokens of the buffer, N targets, S responses of the micro-batch.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
 
+from megatron_rl.algorithm.declaration import find_role
 from megatron_rl.config.settings import Settings
 from megatron_rl.ops import gated_delta
 from megatron_rl.ops.shared_prompt import BACKENDS
@@ -52,6 +53,8 @@ class Batch:
     parts: tuple[GroupPart, ...]
     turn_advantages_N: torch.Tensor | None = None
     """The advantages of targets by their turns; None if all targets of a response have its advantage."""
+    is_of_model_N: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    """The targets of each model that not all groups need, by its name; models of no target are left out."""
     arrival: PendingCopy = PendingCopy()
     """The tensors' arrival on the device; wait for it before computing with them."""
 
@@ -62,6 +65,10 @@ class Batch:
     @property
     def num_targets(self) -> int:
         return len(self.engine_log_probs_N)
+
+    def needs(self, model: str) -> bool:
+        """Check whether this model is computed; one with a dot in its name only for the groups that choose it."""
+        return find_role(model) == model or model in self.is_of_model_N
 
     def spread_advantages(self) -> torch.Tensor:
         if self.turn_advantages_N is not None:
@@ -98,6 +105,8 @@ class Batcher:
     """Number of ranks that share a pack's rows."""
     replayed: Architecture | None = None
     """The model for which the experts that engines chose are laid out with the pack; None leaves them out."""
+    choose: Callable[[GroupPart], str] | None = None
+    """Function from a part to its model in a role of several; None if no role has several."""
 
     def batch(self, slot: Slot) -> Batch:
         """Pack the slot's groups, in their order."""
@@ -130,7 +139,15 @@ class Batcher:
             lengths_S=torch.tensor([int(mask.sum()) for mask in masks]),
             parts=tuple(slot.parts),
             turn_advantages_N=of_turns,
+            is_of_model_N=self._choose_models(slot, pack),
         )
+
+    def _choose_models(self, slot: Slot, pack: Pack) -> dict[str, torch.Tensor]:
+        if self.choose is None:
+            return {}
+        models = [name for part in slot.parts for name in [self.choose(part)] * len(part.responses)]
+        of_targets = pack.target_sequences_N
+        return {name: torch.tensor([one == name for one in models])[of_targets] for name in dict.fromkeys(models)}
 
     def _pack(self, slot: Slot, responses: Sequence[Response], masks: Sequence[np.ndarray]) -> Pack:
         """Pack the responses; a mask is True for each token of a response that the policy sampled."""

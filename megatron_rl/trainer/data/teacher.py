@@ -1,16 +1,31 @@
-"""The check that a teacher has the policy's tokens: a distribution over others would mean something else."""
+"""Checks of teachers: they have the policy's tokens, and each row names one."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 from megatron_rl.errors import InputError
+from megatron_rl.trainer.data.prompt_files import Row
 from megatron_rl.trainer.data.tokenizer import load_tokenizer
+
+
+def check_choices(models: Collection[str], rows: Iterable[Row]) -> None:
+    """Raise an InputError unless each row's column `teacher` names one of these models, `teacher.NAME` each.
+
+    A lone teacher without a name is everybody's.
+    """
+    names = {model.partition(".")[2] for model in models}
+    for row in rows if "" not in names else ():
+        if row.columns.get("teacher") not in names:
+            raise row.error(
+                f"has the column teacher {row.columns.get('teacher')!r}, and must have one of --teacher: write "
+                f"{' or '.join(sorted(names))}"
+            )
 
 
 def check_tokens(teacher: Path, policy: Path, prompts: Iterable[Sequence[int]]) -> None:
     """Raise an InputError unless both folders' tokenizers have the same tokens and turn text into them alike.
 
-    `prompts` are some of the run, in tokens.
+    A distribution over other tokens would mean something else. `prompts` are some of the run, in tokens.
     """
     one, other = load_tokenizer(teacher, "--teacher"), load_tokenizer(policy)
     tokens, of_policy = one.get_vocab(), other.get_vocab()

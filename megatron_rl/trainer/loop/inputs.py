@@ -17,7 +17,6 @@ from megatron_rl.observe.startup import Startup, describe_prompts
 from megatron_rl.shared.protocol.wire import decode_tokens
 from megatron_rl.shared.records.append_file import read_lines
 from megatron_rl.shared.records.audit_events import list_changes
-from megatron_rl.shared.weights.families import read_architecture
 from megatron_rl.shared.weights.files import Checkpoint
 from megatron_rl.shared.weights.mapping import Mapping
 from megatron_rl.sidecar import load_part
@@ -69,6 +68,8 @@ class CheckedInputs:
 def check_inputs(settings: RunSettings) -> CheckedInputs:
     """Read the prompts; raise an error if weights, checkpoints, folder or environment do not fit the settings."""
     rows = None if settings.run.stage == "sft" else read_prompts(settings.data)
+    if rows is not None and settings.teachers:
+        importlib.import_module(_TEACHER).check_choices(settings.teachers, rows.trained)
     _check_weights(settings)
     check_save_folder(settings)
     check_loaded_stage(settings)
@@ -91,8 +92,8 @@ def load_inputs(settings: RunSettings, checked: CheckedInputs, startup: Startup)
     data = demonstrations or prompts
     assert data is not None
     startup.say(describe_prompts(data.num_rows, data.num_held_out, data.num_read, name))
-    if settings.algorithm.teacher is not None and prompts is not None:
-        _check_teacher(settings.algorithm.teacher, settings, prompts)
+    if prompts is not None:
+        _check_tokens(settings, prompts)
     notes = (*settings.notes, *data.notes, *checked.notes)
     return Inputs(prompts, demonstrations, notes, checked.is_finished)
 
@@ -122,10 +123,11 @@ def _tokenize_prompts(settings: RunSettings, rows: PromptRows, offered: Descript
     )
 
 
-def _check_teacher(teacher: Path, settings: Settings, prompts: PromptSource) -> None:
-    assert settings.model.hf_model is not None
-    some = [decode_tokens(prompt.tokens).tolist() for prompt in prompts.list_kinds()]
-    importlib.import_module(_TEACHER).check_tokens(teacher, settings.model.hf_model, some)
+def _check_tokens(settings: Settings, prompts: PromptSource) -> None:
+    """Raise an InputError unless teachers have the policy's tokens."""
+    for teacher in settings.teachers.values():
+        some = [decode_tokens(prompt.tokens).tolist() for prompt in prompts.list_kinds()]
+        importlib.import_module(_TEACHER).check_tokens(teacher.model.hf_model, settings.model.hf_model, some)
 
 
 def _load_demonstrations(settings: RunSettings) -> "DemonstrationSource":
@@ -147,9 +149,10 @@ def _check_weights(settings: Settings) -> None:
         if folder is not None:
             with Checkpoint(folder) as checkpoint:
                 checkpoint.check(Mapping(settings.architecture))
-    if (teacher := settings.algorithm.teacher) is not None:
-        with Checkpoint(teacher) as checkpoint:
-            checkpoint.check(Mapping(read_architecture(teacher)))
+    for teacher in settings.teachers.values():
+        assert teacher.model.hf_model is not None
+        with Checkpoint(teacher.model.hf_model) as checkpoint:
+            checkpoint.check(Mapping(teacher.architecture))
 
 
 def check_save_folder(settings: Settings) -> None:

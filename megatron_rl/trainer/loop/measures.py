@@ -188,6 +188,8 @@ def compute_metrics(measures: Measures, updates: Sequence[UpdateOutcome], larges
         metrics["kl"] = sums["kl"] / targets
     if "teacher_kl" in sums:
         metrics["teacher_kl"] = sums["teacher_kl"] / targets
+    if chosen := [name.removeprefix("teacher_targets.") for name in sums if name.startswith("teacher_targets.")]:
+        metrics["teachers"] = {name: sums[f"teacher_kl.{name}"] / sums[f"teacher_targets.{name}"] for name in chosen}
     if "entropy_policy" in sums:
         metrics["entropy_policy"] = sums["entropy_policy"] / targets
     if "correction" in sums:

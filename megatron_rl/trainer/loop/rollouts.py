@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from megatron_rl.algorithm.advantages import GroupAdvantages
+from megatron_rl.algorithm.roles.teacher import TEACHER
 from megatron_rl.command_line.describe import describe_objective, describe_own_files
 from megatron_rl.command_line.run import RunSettings, find_pack_multiple
 from megatron_rl.config.settings import Settings
@@ -25,7 +26,7 @@ from megatron_rl.observe.metrics import (
 from megatron_rl.observe.timeline import Timeline
 from megatron_rl.shared.protocol.client import RolloutClient
 from megatron_rl.shared.protocol.slots import Division
-from megatron_rl.shared.protocol.wire import Census, Drafts, Mismatch, Sampling, Slot, Submission, decode
+from megatron_rl.shared.protocol.wire import Census, Drafts, GroupPart, Mismatch, Sampling, Slot, Submission, decode
 from megatron_rl.trainer.data.batch import Batcher, build_preparation
 from megatron_rl.trainer.data.device_copier import DeviceCopier
 from megatron_rl.trainer.data.prompts import PromptSource
@@ -282,6 +283,10 @@ def build_sampling(settings: RunSettings, temperature: float, prompts: PromptSou
     )
 
 
+def _name_teacher(part: GroupPart) -> str:
+    return f"{TEACHER.name}.{part.teacher}"
+
+
 def build_batcher(
     settings: Settings,
     device: torch.device,
@@ -299,4 +304,5 @@ def build_batcher(
         prepare=build_preparation(settings, device),
         num_parts=settings.transformer.context_parallel_size,
         replayed=settings.architecture if settings.rollout.replay_routing else None,
+        choose=_name_teacher if any("." in name for name in settings.teachers) else None,
     )

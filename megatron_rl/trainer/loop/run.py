@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from megatron_rl.algorithm import plug_ins
 from megatron_rl.algorithm.roles.reference import REFERENCE
-from megatron_rl.algorithm.roles.teacher import TEACHER
 from megatron_rl.command_line.describe import describe_own_files
 from megatron_rl.command_line.run import RunSettings, find_shared_folder
 from megatron_rl.config.hardware import find_asked_threads
@@ -165,8 +164,8 @@ def _prepare_device(settings: RunSettings, session: Session, startup: Startup) -
             session.run_or_raise_everywhere(lambda: _try_invariance(settings))
         return settings
     settle = importlib.import_module(_SETTLING).settle_backends
-    if settings.teacher is not None:
-        settings = dataclasses.replace(settings, teacher=settle(settings.teacher, session, startup.say))
+    teachers = {name: settle(teacher, session, startup.say) for name, teacher in settings.teachers.items()}
+    settings = dataclasses.replace(settings, teachers=teachers)
     settings = settle(settings, session, startup.say)
     session.run_or_raise_everywhere(lambda: _try_main_gradients(settings, session.device))
     return settings
@@ -292,8 +291,7 @@ def _build_others(rank: Rank, policy: Policy) -> dict[str, FrozenModel]:
         return others
     if REFERENCE.is_used(settings.algorithm):
         others[REFERENCE.name] = _build_reference(rank, policy)
-    if TEACHER.is_used(settings.algorithm):
-        others[TEACHER.name] = build_teacher(settings, rank.session)
+    others |= {name: build_teacher(settings, rank.session, name) for name in settings.teachers}
     return others
 
 

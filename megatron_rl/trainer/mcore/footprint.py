@@ -99,14 +99,15 @@ def _count_stage(settings: Settings, work: Workload, pack: Pack, stage: int) -> 
         is_last = chunks[-1].post_process
         together = _count_recomputed_together(settings, len(chunks[-1].decoder.layers))
         of_layer = together * _count_kept_of_a_layer(chunks[-1], pack)
-        of_teacher, of_its_layers = (0, 0) if settings.teacher is None else _count_frozen(settings.teacher)
+        of_teachers = [_count_frozen(teacher) for teacher in settings.teachers.values()]
     look_up, is_offloaded = make_look_up(settings), settings.loop.frozen_offload
     num_frozen = count_frozen(look_up, work.num_updates)
     # The reference of adapters is their base, and the old policy has a copy of them alone.
     has_old = keeps_old_policy(look_up, work.num_updates)
     frozen = has_old * own.trained if settings.lora.rank else num_frozen * own.weights
     layers = 2 * own.weights // max(1, sum(len(chunk.decoder.layers) for chunk in chunks)) if num_frozen else 0
-    frozen, layers = frozen + of_teacher, max(layers, of_its_layers)
+    for weights, of_two_layers in of_teachers:
+        frozen, layers = frozen + weights, max(layers, of_two_layers)
     is_published, is_shared = settings.run.stage == "grpo", settings.rollout.transport == "shm"
     dtype = DTYPES[settings.publish.dtype or settings.architecture.dtype]
     num_parameters = sum(parameter.numel() for parameter in parameters)

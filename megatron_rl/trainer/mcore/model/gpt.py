@@ -189,26 +189,17 @@ class PackedGPTModel(GPTModel):
         if params.gives_rows:
             # Detached, it stays what the parameter is now: one in host memory is taken back after the pass.
             return TargetRows(hidden_ME, weight_VE.detach())
-        adds_to_main_grad = self.config.gradient_accumulation_fusion
-        log_probs = output_log_probs(
-            hidden_ME,
-            weight_VE,
-            tokens_M,
-            shard,
-            params.temperature,
-            with_entropies=params.with_entropies,
-            backend=self.output_layer_backend,
-            adds_to_main_grad=adds_to_main_grad,
-        )
+        options = {
+            "with_entropies": params.with_entropies,
+            "backend": self.output_layer_backend,
+            "adds_to_main_grad": self.config.gradient_accumulation_fusion,
+        }
         if not params.teachers:
-            return log_probs
+            return output_log_probs(hidden_ME, weight_VE, tokens_M, shard, params.temperature, **options)
+        compute = importlib.import_module(_DIVERGENCE).output_divergences
         rows = TargetRows(hidden_ME, weight_VE)
-        compute = importlib.import_module(_DIVERGENCE).output_divergence
-        divergences = [
-            compute(rows, teacher, shard, params.temperature, kind, adds_to_main_grad=adds_to_main_grad)
-            for teacher, kind in params.teachers
-        ]
-        return torch.column_stack((log_probs, *divergences))
+        result: torch.Tensor = compute(rows, tokens_M, params.teachers, shard, params.temperature, **options)
+        return result
 
     def output_weight(self) -> torch.Tensor:
         """Return this rank's rows of the output layer's weight, which may be tied to the embedding."""

@@ -17,7 +17,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
-from megatron_rl.algorithm.declaration import OLD, POLICY, RoleLogProbs
+from megatron_rl.algorithm.declaration import OLD, POLICY, RoleLogProbs, find_role
 from megatron_rl.algorithm.objective import Objective
 from megatron_rl.ops.log_probs import TargetRows
 from megatron_rl.trainer.data.batch import Batch
@@ -133,7 +133,7 @@ class PolicyStep(ForwardStep):
 
         Keep the log-probs of the iteration's first `num_kept` slots.
         """
-        super().__init__(temperature, trace, communicator=_open_piggyback(policy, assignment.frozen))
+        super().__init__(temperature, trace, communicator=_open_piggyback(policy) if assignment.frozen else None)
         self._assignment = assignment
         self._objective = objective
         self._scale = scale
@@ -141,7 +141,7 @@ class PolicyStep(ForwardStep):
         self.kept: dict[int, torch.Tensor] = {}
         """The log-probs of each kept slot's targets under the policy that sampled, as the trainer computes them."""
         self._with_entropies = objective.config.entropy_coef > 0
-        self._divergences = objective.divergences
+        self._divergences = {name: objective.divergences.get(find_role(name)) for name in assignment.frozen}
 
     def forward_step(self, data_iterator: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
         """Run the next micro-batch through a chunk of the frozen models and of the policy."""
@@ -149,7 +149,7 @@ class PolicyStep(ForwardStep):
         frozen_outputs = self._forward_frozen(batch, model)
         teachers = [
             (output, self._divergences[name])
-            for name, output in zip(self._assignment.frozen, frozen_outputs, strict=True)
+            for name, output in frozen_outputs.items()
             if isinstance(output, TargetRows)
         ]
         self._begin(POLICY, batch, model)
@@ -157,13 +157,14 @@ class PolicyStep(ForwardStep):
         routing = None if record is None else record.take(batch.index, unwrap(model))
         output_tensor = model(batch.pack, self._temperature, self._with_entropies, routing, teachers)
         if self.communicator is not None and not unwrap(model).post_process:
-            self.communicator.put(output_tensor, [one for one in frozen_outputs if isinstance(one, torch.Tensor)])
+            states = [output for output in frozen_outputs.values() if isinstance(output, torch.Tensor)]
+            self.communicator.put(output_tensor, states)
         share = self._objective.share(batch.num_targets, batch.num_responses)
         auxiliary.weigh_losses(output_tensor, share, get_model_config(model))
         return output_tensor, partial(self.loss_func, batch, frozen_outputs)
 
     def loss_func(  # type: ignore[override] # the schedules give the last argument alone
-        self, batch: Batch, frozen_outputs: list[torch.Tensor | TargetRows], output_tensor: torch.Tensor
+        self, batch: Batch, frozen_outputs: Mapping[str, torch.Tensor | TargetRows], output_tensor: torch.Tensor
     ) -> tuple[torch.Tensor, Report]:
         """Return the sum of a micro-batch's losses, computed from its log-probs under each role, and its statistics.
 
@@ -174,14 +175,14 @@ class PolicyStep(ForwardStep):
         entropies_N = columns.pop(0) if self._with_entropies else None
         of_models = {
             name: columns.pop(0) if isinstance(output, TargetRows) else output
-            for name, output in zip(assignment.frozen, frozen_outputs, strict=True)
+            for name, output in frozen_outputs.items()
         }
         of_models |= {name: of_slots[batch.index] for name, of_slots in assignment.known.items()}
         of_models[POLICY] = policy_N.detach()
-        others = {role: of_models[model] for role, model in assignment.results.items()}
-        old_N = others.pop(OLD)
+        results = {name: of_models[model] for name, model in assignment.results.items() if batch.needs(name)}
+        old_N = results.pop(OLD)
         loss, statistics = self._objective.loss(
-            RoleLogProbs(policy_N, old_N, others, entropies_N),
+            RoleLogProbs(policy_N, old_N, _combine_models(results, batch), entropies_N, batch.is_of_model_N),
             batch.engine_log_probs_N,
             batch.spread_advantages(),
             sequences_N,
@@ -191,22 +192,24 @@ class PolicyStep(ForwardStep):
             self.kept[batch.index] = old_N
         return loss * self._scale, {"statistics": statistics}
 
-    def _forward_frozen(self, batch: Batch, model: torch.nn.Module) -> list[torch.Tensor | TargetRows]:
-        """Run the micro-batch through the same chunk of each frozen model.
+    def _forward_frozen(self, batch: Batch, model: torch.nn.Module) -> dict[str, torch.Tensor | TargetRows]:
+        """Run the micro-batch through the same chunk of each frozen model that it needs.
 
         The last stage returns log-probs of targets, or the rows that a divergence is computed of.
         """
-        chunk = unwrap(model)
+        assignment, chunk = self._assignment, unwrap(model)
+        parts = {name: one[chunk.vp_stage or 0] for name, one in assignment.frozen.items() if batch.needs(name)}
         hidden = chunk.decoder.input_tensor
-        inputs: list[torch.Tensor | None] = [None] * len(self._assignment.frozen)
+        inputs: list[torch.Tensor | None] = [None] * len(parts)
         if self.communicator is not None and hidden is not None:
-            inputs = [*self.communicator.take(hidden)]
-        assignment, outputs = self._assignment, list[torch.Tensor | TargetRows]()
-        for (name, frozen), of_stage_before in zip(assignment.frozen.items(), inputs, strict=True):
-            part = frozen[chunk.vp_stage or 0]
+            widths = [unwrap(part).architecture.hidden_size for part in parts.values()]
+            inputs = [*self.communicator.take(hidden, widths)]
+        outputs = {}
+        for (name, part), of_stage_before in zip(parts.items(), inputs, strict=True):
             self._begin(name, batch, model)
+            gives_rows = self._divergences[name] is not None
             with _recorded(assignment.record if name == assignment.results[OLD] else None, batch, part):
-                outputs.append(self._run_frozen(batch.pack, part, of_stage_before, name in self._divergences))
+                outputs[name] = self._run_frozen(batch.pack, part, of_stage_before, gives_rows)
         return outputs
 
     @torch.no_grad()
@@ -259,12 +262,23 @@ def _recorded(
     return contextlib.nullcontext() if record is None else record.record(batch.index, unwrap(model), batch.pack)
 
 
-def _open_piggyback(policy: Model, frozen: Mapping[str, Model]) -> Piggyback | None:
-    """Return the communicator for frozen hidden states; None if none travel between stages."""
-    if not frozen or parallel_state.get_pipeline_model_parallel_world_size() == 1:
+def _combine_models(results: Mapping[str, torch.Tensor], batch: Batch) -> dict[str, torch.Tensor]:
+    """Return the result of each role: of several models in it, each target's is of its own."""
+    of_roles: dict[str, torch.Tensor] = {}
+    for name, result_N in results.items():
+        role = find_role(name)
+        is_of_model_N = batch.is_of_model_N.get(name)
+        if is_of_model_N is not None and role in of_roles:
+            result_N = torch.where(is_of_model_N, result_N, of_roles[role])
+        of_roles[role] = result_N
+    return of_roles
+
+
+def _open_piggyback(policy: Model) -> Piggyback | None:
+    """Return the communicator for frozen hidden states; None if there is one stage."""
+    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
         return None
-    widths = [unwrap(model[0]).architecture.hidden_size for model in frozen.values()]
-    return Piggyback(get_model_config(policy[0]), unwrap(policy[0]).architecture.hidden_size, widths)
+    return Piggyback(get_model_config(policy[0]), unwrap(policy[0]).architecture.hidden_size)
 
 
 def run_schedule(

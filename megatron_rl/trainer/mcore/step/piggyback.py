@@ -2,8 +2,8 @@
 
 Megatron's schedules accept a communicator to send and receive with. `Piggyback` appends the frozen models' hidden
 states to the policy's, and hands the schedule only the policy's part of a received message. So forward messages are
-longer, and everything else, gradients above all, is what a single model exchanges. The states of a model of another
-width are cut into rows of the policy's width, the last of which is filled up.
+longer, and everything else, gradients above all, is what a single model exchanges. A message has the policy's number of
+rows, which are as wide as all numbers need: models may have any width, and each micro-batch may have other models.
 
 A separate channel for the frozen models would need groups, an order of sends and receives that never blocks, and a rule
 for when a sent buffer may be freed. The existing messages have all of these.
@@ -21,64 +21,49 @@ from torch.utils.weak import WeakTensorKeyDictionary
 class Piggyback(P2PCommunicator):
     """The communicator between pipeline stages for one run of a schedule."""
 
-    def __init__(self, config: ModelParallelConfig, width: int, widths: Sequence[int]):
-        """Carry hidden states of these `widths`, a frozen model each, with the policy's, which have `width`."""
+    def __init__(self, config: ModelParallelConfig, width: int):
+        """Carry hidden states with the policy's, which have `width`."""
         super().__init__(parallel_state.get_pipeline_model_parallel_group(), config)
         assert config.variable_seq_lengths, "the next stage must be told how long a message is"
-        self._width, self._widths = width, widths
-        # The hidden states that travel with each tensor of the policy.
+        self._width = width
+        # The numbers that travel with each tensor of the policy.
         self._frozen = WeakTensorKeyDictionary()
 
-    def put(self, policy: torch.Tensor, frozen: list[torch.Tensor]) -> None:
+    def put(self, policy: torch.Tensor, frozen: Sequence[torch.Tensor]) -> None:
         """Send the frozen models' outputs with a chunk's output; they must have its number of rows."""
-        assert [len(states) for states in frozen] == [len(policy)] * len(self._widths)
+        assert all(len(states) == len(policy) for states in frozen)
         self._frozen[policy] = frozen
 
-    def take(self, policy: torch.Tensor) -> list[torch.Tensor]:
-        """Return the frozen models' inputs that came with a chunk's input.
+    def take(self, policy: torch.Tensor, widths: Sequence[int]) -> list[torch.Tensor]:
+        """Return the frozen models' inputs that came with a chunk's input, of these widths.
 
         The chunk's input gets memory of its own, since it is kept for the backward pass. The message is not kept.
         """
         policy.data = policy.data.clone()
-        return self._frozen.pop(policy)
+        counts = [len(policy) * width for width in widths]
+        [numbers] = self._frozen.pop(policy)
+        parts = numbers[: sum(counts)].split(counts)
+        return [part.view(len(policy), 1, width) for part, width in zip(parts, widths, strict=True)]
 
     def _communicate(self, *, tensor_send_next: torch.Tensor | None, **others: Any) -> tuple:
         """Send and receive the longer messages. All of Megatron's communication goes through this method."""
         message = None
         if tensor_send_next is not None:
-            frozen = self._frozen.pop(tensor_send_next)
-            message = torch.cat([tensor_send_next.detach(), *(self._cut(states) for states in frozen)])
+            message = self._join(tensor_send_next)
         received, *rest = super()._communicate(tensor_send_next=message, **others)
         return (None if received is None else self._split(received), *rest)
 
     def _split(self, received: torch.Tensor) -> torch.Tensor:
         """Return the policy's part of a message, which may still be in transit."""
-        num_rows = self._find_num_rows(len(received))
-        counts = [self._count_rows(num_rows, width) for width in self._widths]
-        policy, *parts = received.detach().split([num_rows, *counts])
-        frozen = [
-            part if width == self._width else part.flatten()[: num_rows * width].view(num_rows, 1, width)
-            for part, width in zip(parts, self._widths, strict=True)
-        ]
+        flat, count = received.detach().flatten(), len(received) * self._width
         # The schedule reads the gradient from this leaf.
-        policy = policy.detach().requires_grad_()
-        self._frozen[policy] = frozen
+        policy = flat[:count].view(-1, 1, self._width).detach().requires_grad_()
+        self._frozen[policy] = [flat[count:]]
         return policy
 
-    def _cut(self, states: torch.Tensor) -> torch.Tensor:
-        """Return hidden states [rows, 1, width] in rows of the policy's width."""
-        if states.shape[-1] == self._width:
-            return states
-        flat = states.flatten()
-        return torch.nn.functional.pad(flat, (0, -len(flat) % self._width)).view(-1, 1, self._width)
-
-    def _count_rows(self, num_rows: int, width: int) -> int:
-        return -(-num_rows * width // self._width)
-
-    def _find_num_rows(self, length: int) -> int:
-        """Return the number of the policy's rows in a message of this length."""
-        # Each model rounds up, so there may be fewer rows than its width alone would give.
-        num_rows = length * self._width // (self._width + sum(self._widths))
-        while num_rows + sum(self._count_rows(num_rows, width) for width in self._widths) > length:
-            num_rows -= 1
-        return num_rows
+    def _join(self, policy: torch.Tensor) -> torch.Tensor:
+        """Return a message with the policy's number of rows; the last numbers of the last one may mean nothing."""
+        parts = [states.detach().flatten() for states in (policy, *self._frozen.pop(policy))]
+        num_rows = len(policy)
+        padding = -sum(map(len, parts)) % num_rows
+        return torch.cat([*parts, policy.new_zeros(padding)]).view(num_rows, 1, -1)

@@ -186,14 +186,14 @@ def build_reference(settings: Settings, session: Session, folder: Path, build: B
     return FrozenModel(freeze(chunks, host), weights, settings.publish.dtype, settings.algorithm.ref_interval)
 
 
-def build_teacher(settings: Settings, session: Session) -> FrozenModel:
-    """Build the teacher from its Hugging Face folder's weights, with its own architecture."""
-    folder = settings.algorithm.teacher
-    assert folder is not None and settings.teacher is not None
-    chunks = build_model(settings.teacher)
+def build_teacher(settings: Settings, session: Session, name: str) -> FrozenModel:
+    """Build the teacher of this name from its Hugging Face folder's weights, with its own architecture."""
+    of_teacher = settings.teachers[name]
+    assert of_teacher.model.hf_model is not None
+    chunks = build_model(of_teacher)
     weights = ModelWeights(chunks, session)
-    weights.load_hf(folder)
+    weights.load_hf(of_teacher.model.hf_model)
     host = session.platform if settings.loop.frozen_offload else None
-    is_alike = settings.teacher.architecture == settings.architecture
+    is_alike = of_teacher.architecture == settings.architecture
     may_be_policy = is_alike and TEACHER.find_divergence(settings.algorithm) is None
     return FrozenModel(freeze(chunks, host), weights, settings.publish.dtype, may_be_policy=may_be_policy)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from megatron_rl.algorithm.declaration import OLD, POLICY
+from megatron_rl.algorithm.declaration import OLD, POLICY, find_role
 from megatron_rl.config.settings import Settings
 from megatron_rl.trainer.data.slots import IterationSlots, UpdateSlots
 from megatron_rl.trainer.mcore.model.frozen import copy_weights, freeze
@@ -73,7 +73,7 @@ class TriModel:
             results = {name: POLICY if name in equal else name for name in others}
             frozen = {name: model for name, model in others.items() if name not in equal}
             return RoleAssignment({OLD: POLICY, **results}, frozen)
-        start = next((name for name in others if name in equal), OLD)
+        start = self._find_start(equal)
         results = {name: start if name in equal else name for name in others}
         frozen = {OLD: self._get_old()} if start == OLD else {}
         frozen |= {name: model for name, model in others.items() if results[name] == name}
@@ -83,8 +83,12 @@ class TriModel:
 
     def keep_old(self, slots: IterationSlots, equal: Collection[str]) -> None:
         # The pass before has gathered the parameters that are gathered late.
-        if self._others.keys().isdisjoint(equal):
+        if self._find_start(equal) == OLD:
             self._keep(self._policy, self._get_old())
+
+    def _find_start(self, equal: Collection[str]) -> str:
+        """Return a model with the weights of the iteration's start that all groups need; the old policy if none is."""
+        return next((name for name in self._others if name in equal and find_role(name) == name), OLD)
 
     def _get_old(self) -> Model:
         assert self._old is not None, "several updates need room for the old policy"
