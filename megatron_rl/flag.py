@@ -21,7 +21,6 @@ T = TypeVar("T")
 BOUNDS: Mapping[str, tuple[Callable[[float], bool], str]] = {
     "at least 0": (lambda number: number >= 0, "write 0 or more"),
     "at least 1": (lambda number: number >= 1, "write 1 or more"),
-    "at least 2": (lambda number: number >= 2, "write 2 or more"),
     "above 0": (lambda number: number > 0, "write more than 0"),
     "above 1": (lambda number: number > 1, "write more than 1"),
     "finite and at least 0": (lambda number: 0 <= number < math.inf, "write 0 or more"),

@@ -128,6 +128,8 @@ class Architecture:
     norm_epsilon: float = 1e-6
     rope: Rope = Rope()
     tied_embeddings: bool = False
+    is_critic: bool = False
+    """True: the output layer is a critic's, with one number for each token, and no part of a Hugging Face folder."""
     qk_layernorm: bool = False
     norms_join_heads: bool = False
     """True: the queries of all heads are normalized together, and likewise the keys, in place of each head alone."""

@@ -149,7 +149,20 @@ class Trial:
             (f"--sapo-temperature-pos {rules.gates[0]} --sapo-temperature-neg {rules.gates[1]}", rules.loss == "sapo"),
         ):
             words += f" {flag}" * is_given
-        return words + _teach(rules.teaching)
+        return words + _teach(rules.teaching) + _judge(rules.judging)
+
+
+def _judge(judging: grpo_twin.Judging | None) -> str:
+    if judging is None:
+        return ""
+    words = f" --critic {judging.folder} --critic-lr {judging.learning_rate} --critic-lambda {judging.own_decay}"
+    words += f" --gae-discount {judging.discount}"
+    words += f" --critic-clip {judging.clip}" * (judging.clip is not None)
+    return (
+        f"{words} --gae-lambda {judging.decay}"
+        if judging.alpha is None
+        else f"{words} --gae-length-alpha {judging.alpha}"
+    )
 
 
 def _teach(teaching: grpo_twin.Teaching | None) -> str:

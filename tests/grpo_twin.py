@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 
 from tests import hf_models
 from tests.truth import everything_in
@@ -66,6 +67,10 @@ class Group:
 WEIGHTS = {"exact": 1.0, "length": -0.5}
 
 
+CRITIC = "critic."
+"""What the names of a critic's parameters begin with."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Teaching:
     """The divergence from a teacher, and its weight."""
@@ -78,6 +83,21 @@ class Teaching:
     discount: float = 0.0
     other: Path | None = None
     """The teacher of every second group, if there are two."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Judging:
+    """A critic, a language model's body with the `score.weight` of its folder, and how it is used."""
+
+    folder: Path
+    decay: float = 0.9
+    """Lambda, for advantages."""
+    own_decay: float = 0.9
+    """Lambda, for what the critic learns."""
+    discount: float = 1.0
+    clip: float | None = None
+    alpha: float | None = None
+    learning_rate: float = 0.05
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +140,7 @@ class Rules:
     name: str = ""
     """The name that a person gives these rules."""
     teaching: Teaching | None = None
+    judging: Judging | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,6 +198,13 @@ class Twin:
         self._draws = None if stir is None else torch.Generator().manual_seed(stir)
         self._policy = self._load(policy)
         self._batches = [_pad(groups, dtype, rules) for groups in updates]
+        self._critic, self._score, self._expected = None, torch.zeros(0), []
+        if rules.judging is not None:
+            self._critic = self._load(rules.judging.folder)
+            score = load_file(rules.judging.folder / "model.safetensors")["score.weight"]
+            self._score = torch.nn.Parameter(score.to(dtype))
+            with torch.no_grad():
+                self._expected = [self._values(batch) for batch in self._batches]
         self._taught = []
         if rules.teaching is not None:
             self._taught = self._teach(rules.teaching, updates)
@@ -198,28 +226,58 @@ class Twin:
             of_teachers.append([self._log_probs(teacher, batch) for batch in self._batches])
         numbers, taught = itertools.count(), []
         for groups, *results in zip(updates, *of_teachers, strict=True):
-            choice_B = torch.tensor([number % len(folders) for group in groups for number in [next(numbers)] * len(group.responses)])
+            choice_B = torch.tensor(
+                [number % len(folders) for group in groups for number in [next(numbers)] * len(group.responses)]
+            )
             taught.append(
-                tuple(torch.stack(values)[choice_B, torch.arange(len(choice_B))] for values in zip(*results, strict=True))
+                tuple(
+                    torch.stack(values)[choice_B, torch.arange(len(choice_B))] for values in zip(*results, strict=True)
+                )
             )
         return taught
 
     def load(self, weights: Tensors) -> None:
         """Continue from these weights."""
-        self._policy.load_state_dict(weights)
+        of_critic = {name.removeprefix(CRITIC): one for name, one in weights.items() if name.startswith(CRITIC)}
+        self._policy.load_state_dict({name: one for name, one in weights.items() if not name.startswith(CRITIC)})
         self._stir(self._policy)
+        if self._critic is not None:
+            self._score.data.copy_(of_critic.pop("score.weight"))
+            self._critic.load_state_dict(of_critic, strict=False)
+            self._stir(self._critic)
 
     def step(self) -> Tensors:
         """Clip the last gradients and follow them, without momentum; return the weights."""
         torch.nn.utils.clip_grad_norm_(self._policy.parameters(), self.rules.clip_norm)
         torch.optim.SGD(self._policy.parameters(), lr=self.rules.learning_rate).step()
-        return {name: value.detach().clone() for name, value in self._policy.named_parameters()}
+        if self.rules.judging is not None:
+            of_critic = [value for name, value in self._named_parameters() if name.startswith(CRITIC)]
+            torch.nn.utils.clip_grad_norm_(of_critic, self.rules.clip_norm)
+            torch.optim.SGD(of_critic, lr=self.rules.judging.learning_rate).step()
+        return {name: value.detach().clone() for name, value in self._named_parameters()}
+
+    def _named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """List what has gradients; the critic's language model has an output layer that has none."""
+        named = list(self._policy.named_parameters())
+        if self._critic is not None:
+            others = [*self._critic.named_parameters(), ("score.weight", self._score)]
+            named += [(CRITIC + name, value) for name, value in others if name != "lm_head.weight"]
+        return named
+
+    def _values(self, batch: _Padded) -> torch.Tensor:
+        """Return the critic's value of each token: of what stands before it."""
+        assert self._critic is not None
+        with everything_in(self._dtype):
+            body = self._critic.model(input_ids=batch.ids_RL, attention_mask=batch.attention_RL)
+            value_RL = (body.last_hidden_state @ self._score.T)[:, :-1, 0]
+        return torch.nn.functional.pad(value_RL, (1, 0))[batch.row_BL, batch.column_BL]
 
     def update(self, number: int) -> Update:
         """Compute the loss of an update and its gradients, at the present weights."""
         rules, batch, old_BL = self.rules, self._batches[number], self._old[number]
         mask_BL = batch.is_response_BL
-        self._policy.zero_grad()
+        for _, value in self._named_parameters():
+            value.grad = None
         logp_BL, entropy_BL, all_BLV = self._log_probs(self._policy, batch, with_gradients=True)
         ratio_BL = torch.exp(logp_BL - old_BL)
         advantage_BL = batch.advantages_B1.expand_as(ratio_BL)
@@ -229,6 +287,14 @@ class Twin:
             advantage_BL = advantage_BL - rules.beta * to_come_BL
         else:
             kl_BL = _divergence(rules.estimator, logp_BL - self._reference[number], ratio_BL)
+        critic_BL = torch.zeros_like(logp_BL)
+        if rules.judging is not None:
+            value_BL, old_value_BL = self._values(batch), self._expected[number]
+            advantage_BL, target_BL = _estimate(rules.judging, batch.advantages_B1, old_value_BL, mask_BL)
+            critic_BL = (value_BL - target_BL) ** 2 / 2
+            if (clip := rules.judging.clip) is not None:
+                bounded_BL = torch.clamp(value_BL, old_value_BL - clip, old_value_BL + clip)
+                critic_BL = torch.maximum(critic_BL, (bounded_BL - target_BL) ** 2 / 2)
         teacher_BL, teaching = torch.zeros_like(logp_BL), rules.teaching
         if teaching is not None and teaching.divergence == "sampled":
             teacher_BL = old_BL - self._taught[number][0]
@@ -248,10 +314,11 @@ class Twin:
         loss_BL = loss_BL - rules.entropy * entropy_BL
         if teaching is not None and teaching.divergence != "sampled":
             loss_BL = loss_BL + teaching.coef * teacher_BL
+        loss_BL = loss_BL + critic_BL
         deviation = self._deviation(advantage_BL, mask_BL)
         loss = self._aggregate(loss_BL, mask_BL) / deviation
         loss.backward()
-        gradients = {name: value.grad.clone() for name, value in self._policy.named_parameters()}
+        gradients = {name: value.grad.clone() for name, value in self._named_parameters()}
         with torch.no_grad():
             away_BL = old_BL - batch.engine_BL
             bounds = [*((ratio_BL, edge) for edge in edges), *more]
@@ -260,6 +327,7 @@ class Twin:
                 "ratio": ratio_BL,
                 "kl": kl_BL,
                 "teacher_kl": teacher_BL,
+                "critic.loss": critic_BL,
                 "entropy_policy": entropy_BL,
                 "entropy": -old_BL,
                 "mismatch": away_BL.abs(),
@@ -269,7 +337,11 @@ class Twin:
         return Update(
             loss=loss.item(),
             gradients=gradients,
-            gradient_norm=torch.stack([value.double().norm() for value in gradients.values()]).norm().item(),
+            gradient_norm=torch.stack(
+                [value.double().norm() for name, value in gradients.items() if not name.startswith(CRITIC)]
+            )
+            .norm()
+            .item(),
             num_tokens=int(mask_BL.sum()),
             means={name: value.double().mean().item() for name, value in per_token.items()},
             per_token=per_token,
@@ -355,6 +427,27 @@ def log_probs_and_entropies(
 def _pad_end(values: torch.Tensor, missing: int) -> torch.Tensor:
     """Pad rows at their end; each place has one value, or one for each token of the vocabulary."""
     return torch.nn.functional.pad(values, (0, 0) * (values.dim() - 2) + (0, missing))
+
+
+def _estimate(
+    judging: Judging, reward_B1: torch.Tensor, value_BL: torch.Tensor, mask_BL: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return advantages and what the critic learns, by the recursion over the tokens of each response."""
+    advantage_BL, target_BL = torch.zeros_like(value_BL), torch.zeros_like(value_BL)
+    for row, of_response in enumerate(mask_BL):
+        places = of_response.nonzero()[:, 0].tolist()
+        decay = judging.decay
+        if judging.alpha is not None:
+            decay = max(0.0, 1 - 1 / (judging.alpha * max(1, len(places))))
+        after, advantage, surplus = 0.0, 0.0, 0.0
+        for number, place in enumerate(reversed(places)):
+            value = value_BL[row, place]
+            delta = (reward_B1[row, 0] if number == 0 else 0.0) + judging.discount * after - value
+            advantage = delta + judging.discount * decay * advantage
+            surplus = delta + judging.discount * judging.own_decay * surplus
+            advantage_BL[row, place], target_BL[row, place] = advantage, surplus + value
+            after = value
+    return advantage_BL, target_BL
 
 
 def _discount(values_BL: torch.Tensor, mask_BL: torch.Tensor, discount: float) -> torch.Tensor:
@@ -491,6 +584,8 @@ def _advantages(group: Group, rules: Rules) -> torch.Tensor:
     away = rewards - rewards.mean()
     if name == "grpo":
         return away / ((away**2).mean().sqrt() + 1e-6)
+    if name == "gae":
+        return rewards
     if name == "rloo":
         others = (rewards.sum() - rewards) / (len(rewards) - 1)
         return rewards - others

@@ -17,7 +17,10 @@ AFTER = 0.85
 FLAGS = ("--global-batch-size", "512", "--grpo-kl-beta", "0.001")
 # Further flags of a name. RLOO's loss has no ratio, and a second update would not be a policy gradient: it makes one.
 # GDPO's advantages are divided, and so would be a divergence in the loss.
-MORE_FLAGS = {"rloo": ("--global-batch-size", "1024"), "gdpo": ("--grpo-kl-in", "reward")}
+MORE_FLAGS: dict[str, tuple[str, ...]] = {"rloo": ("--global-batch-size", "1024"), "gdpo": ("--grpo-kl-in", "reward")}
+# A critic begins as the policy, and learns for some iterations before the policy does.
+CRITIC = ("--critic", "policy", "--critic-warmup-iters", "2")
+MORE_FLAGS |= {"ppo": CRITIC, "vapo": CRITIC}
 # `opd` needs a teacher, and has its own example (`teacher`).
 WITHOUT_TEACHER = [name for name in PRESETS if name != "opd"]
 

@@ -49,6 +49,11 @@ class GroupAdvantages:
         return self._advantage.takes_baseline
 
     @property
+    def takes_critic(self) -> bool:
+        """Return whether these are rewards, of which a critic makes advantages."""
+        return self._advantage.takes_critic
+
+    @property
     def is_divided(self) -> bool:
         """Return whether their deviation over the update divides the whole loss, once all its groups have arrived."""
         return self._advantage.divided_over is not None

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 POLICY, OLD = "policy", "old"
 """The names of the policy, and of the policy that sampled."""
+CRITIC, OLD_CRITIC = "critic", "old_critic"
+"""The names of the critic, and of the critic at the start of an iteration."""
 
 
 def find_role(model: str) -> str:
@@ -47,11 +49,14 @@ class RoleLogProbs:
     old_N: "torch.Tensor"
     """Log-probs under the policy that sampled; if it is the policy itself, the policy's own, without gradients."""
     others: "Mapping[str, torch.Tensor]" = dataclasses.field(default_factory=dict)
-    """Log-probs under the other roles, by their names; the policy's divergence from roles that declare one."""
+    """Log-probs under the other roles, by their names; the policy's divergence from roles that declare one; values of
+    critics, of which the one that is trained has gradients."""
     entropies_N: "torch.Tensor | None" = None
     """The entropies of the policy's distributions, with gradients."""
     is_of_model_N: "Mapping[str, torch.Tensor]" = dataclasses.field(default_factory=dict)
     """The targets of each model, where groups choose one of several, by the models' names."""
+    rewards_N: "torch.Tensor | None" = None
+    """The rewards of targets, each at the end of what it is for; None without a critic."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +73,7 @@ class Term:
 
 @dataclasses.dataclass(frozen=True)
 class LossRole:
-    """A role of models that are not trained."""
+    """A role of models besides the policy and the old policy."""
 
     name: str
     """Its name in metrics, traces and checkpoints."""
@@ -168,6 +173,10 @@ class Advantage:
     """The mean reward of the iteration before is taken off, so groups of equal rewards have advantages too."""
     takes_components: bool = False
     """The reward functions count one by one, not by their weighted sum."""
+    compares: bool = True
+    """Responses are compared with the others of their group, which must have others."""
+    takes_critic: bool = False
+    """What is computed are rewards, of which the critic makes advantages."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -161,7 +161,10 @@ class Objective:
         """Return the micro-batch's sum of losses, not yet divided by the update's denominator, and its statistics."""
         config, old_N = self.config, log_probs.old_N
         sequences = Sequences(sequences_N, lengths_S, self.max_tokens)
-        terms = [ROLES[name].compute(log_probs, sequences, config) for name in log_probs.others]
+        if self._advantage.takes_critic:
+            log_probs = dataclasses.replace(log_probs, rewards_N=advantages_N)
+            advantages_N = torch.zeros_like(advantages_N)
+        terms = [role.compute(log_probs, sequences, config) for name, role in ROLES.items() if name in log_probs.others]
         for term in terms:
             if term.advantages_N is not None:
                 advantages_N = advantages_N + term.advantages_N

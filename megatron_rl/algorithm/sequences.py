@@ -34,8 +34,19 @@ class Sequences:
         """Return values over the length of each target's response."""
         return values_N / self.lengths_S.clamp(min=1).index_select(0, self.sequences_N)
 
-    def sum_from(self, values_N: torch.Tensor, discount: float = 1.0) -> torch.Tensor:
-        """Return the sum over each target and those after it in its response, each discounted by its distance."""
+    def shift(self, values_N: torch.Tensor) -> torch.Tensor:
+        """Return the value of the next target of each target's response, and 0 for the last one."""
+        after_N = torch.nn.functional.pad(values_N[1:], (0, 1))
+        is_last_N = torch.nn.functional.pad(self.sequences_N[1:] != self.sequences_N[:-1], (0, 1), value=True)
+        return after_N.masked_fill(is_last_N[: len(after_N)], 0.0)
+
+    def sum_from(self, values_N: torch.Tensor, discount: float | torch.Tensor = 1.0) -> torch.Tensor:
+        """Return the sum over each target and those after it in its response, each discounted by its distance.
+
+        A tensor has a discount for each response, [S].
+        """
+        if isinstance(discount, torch.Tensor):
+            discount = discount[:, None, None]
         spread_SL = self._spread(values_N)
         # cumsum has no fixed order on some devices.
         missing = -spread_SL.shape[1] % _BLOCK
@@ -43,9 +54,10 @@ class Sequences:
         powers_T = discount ** torch.arange(_BLOCK + 1, dtype=values_N.dtype, device=values_N.device)
         within_SBT = spread_SBT @ _lower_triangle(_BLOCK, values_N, discount)
         # The sums of later blocks, as the block after this one counts them.
-        of_blocks_SB = (spread_SBT * powers_T[:-1]).sum(2)
-        after_SB = of_blocks_SB @ _lower_triangle(spread_SBT.shape[1], values_N, discount**_BLOCK, first=1)
-        summed_SL = (within_SBT + after_SB[:, :, None] * powers_T[1:].flip(0)).flatten(1)
+        of_blocks_SB = (spread_SBT * powers_T[..., :-1]).sum(2)
+        after = _lower_triangle(spread_SBT.shape[1], values_N, discount**_BLOCK, first=1)
+        after_SB = of_blocks_SB @ after if after.dim() == 2 else (of_blocks_SB[:, None] @ after)[:, 0]
+        summed_SL = (within_SBT + after_SB[:, :, None] * powers_T[..., 1:].flip(-1)).flatten(1)
         return summed_SL.flatten().index_select(0, self._places(summed_SL.shape[1]))
 
     def _spread(self, values_N: torch.Tensor) -> torch.Tensor:
@@ -60,7 +72,7 @@ class Sequences:
         return positions_N + (numbers_S * width - starts_S).index_select(0, self.sequences_N)
 
 
-def _lower_triangle(size: int, like: torch.Tensor, base: float, first: int = 0) -> torch.Tensor:
+def _lower_triangle(size: int, like: torch.Tensor, base: float | torch.Tensor, first: int = 0) -> torch.Tensor:
     """Make a triangle of powers, which begin `first` places below the diagonal, with the power of 0."""
     places = torch.arange(size, device=like.device)
     exponents = places[:, None] - places - first

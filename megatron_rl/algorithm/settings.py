@@ -21,8 +21,7 @@ class AlgorithmConfig(LossSettings):
         8,
         "Responses to a prompt.",
         "--grpo-group-size",
-        bound="at least 2",
-        remedy="a response is compared with the others of its group; write 2 or more",
+        bound="at least 1",
     )
     prompts_per_step: int | None = megatron_flag(
         None,
@@ -148,6 +147,51 @@ class AlgorithmConfig(LossSettings):
         "The factor by which a sampled divergence counts in the reward of the token before it.",
         "--opd-discount",
         bound="between 0 and 1",
+    )
+    critic: str | None = own_flag(
+        None,
+        "The Hugging Face folder whose weights the critic begins with, or `policy` for those of `--hf-model`; for "
+        "`--grpo-advantage gae`. Its last layer gives one number, from the folder's `score.weight` or from 0.",
+        "--critic",
+    )
+    critic_lr: float | None = own_flag(
+        None,
+        "The critic's learning rate, with the policy's schedule; `--lr` if not given.",
+        "--critic-lr",
+        bound="above 0",
+    )
+    critic_warmup_iters: int = own_flag(
+        0, "The first iterations, in which only the critic learns.", "--critic-warmup-iters", bound="at least 0"
+    )
+    critic_clip: float | None = own_flag(
+        None,
+        "The distance from the old critic's value beyond which a value's loss is not improved further.",
+        "--critic-clip",
+        bound="above 0",
+    )
+    critic_lambda: float | None = own_flag(
+        None,
+        "The `--gae-lambda` of the values that the critic learns; the same if not given.",
+        "--critic-lambda",
+        bound="between 0 and 1",
+    )
+    gae_lambda: float = own_flag(
+        0.95,
+        "The factor by which the surprise of a token counts in the advantage of the token before it.",
+        "--gae-lambda",
+        bound="between 0 and 1",
+    )
+    gae_discount: float = own_flag(
+        1.0,
+        "The factor by which a reward counts in the value of the token before it.",
+        "--gae-discount",
+        bound="between 0 and 1",
+    )
+    gae_length_alpha: float | None = own_flag(
+        None,
+        "Give each response a lambda by its length, 1 - 1 / (alpha length), in place of `--gae-lambda`.",
+        "--gae-length-alpha",
+        bound="above 0",
     )
     replay_routing: bool = own_flag(
         False,

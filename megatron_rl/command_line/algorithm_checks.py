@@ -16,6 +16,15 @@ from megatron_rl.rewards.spec import find_weights
 _PLUG_INS = "megatron_rl.algorithm.plug_in_checks"
 _FILTER, _BY = "--grpo-filter-groups-with-same-reward", "--grpo-filter-by"
 _SUM = "sum"
+_OF_CRITIC = (
+    "critic_lr",
+    "critic_warmup_iters",
+    "critic_clip",
+    "critic_lambda",
+    "gae_lambda",
+    "gae_discount",
+    "gae_length_alpha",
+)
 _OF_TEACHER = ("opd_coef", "opd_divergence", "opd_top_k", "opd_mixture", "opd_discount")
 
 
@@ -32,6 +41,8 @@ def check_algorithm(settings: DraftSettings) -> Iterator[str]:
         ("kl_estimator", beta, algorithm.kl_beta > 0),
         ("kl_in", beta, algorithm.kl_beta > 0),
         *((field, "--teacher", algorithm.teacher is not None) for field in _OF_TEACHER),
+        *((field, "--critic", algorithm.critic is not None) for field in _OF_CRITIC),
+        ("gae_lambda", "no --gae-length-alpha", algorithm.gae_length_alpha is None),
         ("opd_top_k", over_vocabulary, algorithm.opd_divergence != "sampled"),
         ("opd_mixture", "--opd-divergence jsd", algorithm.opd_divergence == "jsd"),
         ("opd_discount", "--opd-divergence sampled", algorithm.opd_divergence == "sampled"),
@@ -78,12 +89,33 @@ def check_algorithm(settings: DraftSettings) -> Iterator[str]:
             f"--opd-divergence {algorithm.opd_divergence} and --tri-model {settings.loop.tri_model} cannot be given "
             "together, because only one pass has both distributions: write --tri-model fused, or sampled"
         )
+    yield from _check_critic(settings)
     yield from _check_advantage(settings)
     if algorithm.metrics or names_function(algorithm.loss) or names_function(algorithm.advantage):
         written = {field.removeprefix("algorithm.") for field, flag in sources.items() if flag != "--algorithm"}
         plug_ins = importlib.import_module(_PLUG_INS)
         yield from plug_ins.find_plug_in_problems(algorithm, written, _read_weights(settings))
     yield from _check_filter(settings)
+
+
+def _check_critic(settings: DraftSettings) -> Iterator[str]:
+    """Yield each mistake in a critic beside its advantages, which it needs, and beside what it does not do."""
+    algorithm, advantage = settings.algorithm, ADVANTAGES.get(settings.algorithm.advantage)
+    takes_critic = advantage is not None and advantage.takes_critic
+    if takes_critic and algorithm.critic is None:
+        yield f"--grpo-advantage {algorithm.advantage} needs --critic: write a folder, or --critic policy"
+    if algorithm.critic is None:
+        return
+    if not takes_critic:
+        yield f"--critic and --grpo-advantage {algorithm.advantage} do not go together: write --grpo-advantage gae"
+    for flag, is_given, remedy in (
+        (f"--tri-model {settings.loop.tri_model}", settings.loop.tri_model != "fused", "write --tri-model fused"),
+        ("--fp16", settings.transformer.fp16, "write --bf16"),
+        ("--grpo-turn-credit", algorithm.turn_credit, "the critic counts rewards of turns by itself; drop the flag"),
+        (_FILTER, algorithm.filter_groups, "the critic tells what is new in equal rewards; drop the filter"),
+    ):
+        if is_given:
+            yield f"--critic and {flag} cannot be given together: {remedy}"
 
 
 def _check_names_of_teachers(words: Sequence[str]) -> Iterator[str]:
@@ -114,6 +146,11 @@ def _check_advantage(settings: DraftSettings) -> Iterator[str]:
     if advantage is None:
         return
     said = f"--grpo-advantage {advantage.name}"
+    if algorithm.group_size < 2 and advantage.compares and settings.run.stage == "grpo":
+        yield (
+            f"--grpo-group-size {algorithm.group_size} must be at least 2: a response is compared with the others of "
+            "its group; write 2 or more"
+        )
     is_of_group = not (advantage.takes_baseline or advantage.takes_components or advantage.divided_over)
     if algorithm.turn_credit and not is_of_group:
         yield (

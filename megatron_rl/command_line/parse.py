@@ -27,8 +27,8 @@ from megatron_rl.versions import find_docs
 
 __all__ = ["RunSettings", "Settings", "list_problems", "parse", "parse_run", "parse_sizes"]
 
-# Only runs with a teacher import it.
-_TEACHER = "megatron_rl.command_line.teacher"
+# Only runs with a teacher or a critic import it.
+_OTHER_MODELS = "megatron_rl.command_line.other_models"
 _MISSING = re.compile(r"--[a-z][\w-]* is missing:")
 
 
@@ -195,11 +195,16 @@ def _resolve_settings(reading: _Reading, world_size: int | None, needs_folder: b
         settings = choose_backends(settings, architecture, reading.chip, reading.consider)
     if not reading.problems:
         reading.problems += refusals
-    if settings.algorithm.teacher is not None and settings.run.stage == "grpo" and not reading.problems:
-        resolve_teachers = importlib.import_module(_TEACHER).resolve_teachers
-        teachers, problems = resolve_teachers(written, reading.flags, given, platform, reading.chip)
-        reading.consider(problems)
-        settings = dataclasses.replace(settings, teachers=teachers)
+    if settings.run.stage == "grpo" and not reading.problems:
+        common = (written, reading.flags, given, platform, reading.chip)
+        if settings.algorithm.teacher is not None:
+            teachers, problems = importlib.import_module(_OTHER_MODELS).resolve_teachers(*common)
+            reading.consider(problems)
+            settings = dataclasses.replace(settings, teachers=teachers)
+        if settings.algorithm.critic is not None and folder is not None:
+            critic, problems = importlib.import_module(_OTHER_MODELS).resolve_critic(*common)
+            reading.consider(problems)
+            settings = dataclasses.replace(settings, critic=critic)
     if architecture is not None and not reading.problems:
         notes = (
             *_note_other_defaults(reading, settings.run.stage, settings.observe.verbose),

@@ -75,6 +75,8 @@ class DraftSettings(Subjects):
     notes: tuple[str, ...] = ()
     # The same settings with each teacher's model in place of the policy's, by the model's name: see `name_teachers`.
     teachers: "Mapping[str, DraftSettings]" = dataclasses.field(default_factory=dict)
+    # The same with the critic's model, optimizer and gradient buffers; None without --critic.
+    critic: "DraftSettings | None" = None
 
     @property
     def has_held_out(self) -> bool:
@@ -106,11 +108,13 @@ class Settings(DraftSettings):
 
     architecture: Architecture
     teachers: "Mapping[str, Settings]" = dataclasses.field(default_factory=dict)
+    critic: "Settings | None" = None
 
     @classmethod
     def accept(cls, draft: DraftSettings, **values: Any) -> Self:
         """Return the settings of a draft with which nothing is wrong; `values` are fields that a subclass adds."""
         assert draft.architecture is not None
         given = {field.name: getattr(draft, field.name) for field in dataclasses.fields(draft)}
+        given["critic"] = None if draft.critic is None else Settings.accept(draft.critic)
         given["teachers"] = {name: Settings.accept(teacher) for name, teacher in draft.teachers.items()}
         return cls(**given, **values)

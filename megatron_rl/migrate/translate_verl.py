@@ -73,7 +73,7 @@ def _write_sizes(theirs: TheirSettings, to: Translation) -> None:
     """Write the sizes of an iteration and of an update; verl counts prompts in both."""
     to.write("--grpo-prompts-per-step", theirs.text("data.train_batch_size"))
     prompts, group = theirs.count(f"{_ACTOR}.ppo_mini_batch_size"), theirs.count(f"{_ROLLOUT}.n")
-    if f"{_ROLLOUT}.n" in theirs.given:
+    if f"{_ROLLOUT}.n" in theirs.given or theirs.text("algorithm.adv_estimator") == "gae":
         to.write("--grpo-group-size", theirs.text(f"{_ROLLOUT}.n"))
     else:
         group = None
@@ -98,14 +98,18 @@ def _write_sizes(theirs: TheirSettings, to: Translation) -> None:
 
 def _write_advantage(theirs: TheirSettings, to: Translation) -> None:
     estimator = theirs.text("algorithm.adv_estimator")
+    if estimator == "gae":
+        _write_critic(theirs, to)
+        return
     if estimator not in _ADVANTAGES:
-        of_critic = " trains a critic, which this package does not have" if estimator == "gae" else " is not known here"
         to.require(
-            f"algorithm.adv_estimator = {estimator}{of_critic}: write --grpo-advantage or --algorithm",
+            f"algorithm.adv_estimator = {estimator} is not known here: write --grpo-advantage or --algorithm",
             "--grpo-advantage",
             "--algorithm",
         )
         return
+    if theirs.number("algorithm.gamma") != 1:
+        to.changed.append(f"algorithm.gamma = {theirs.text('algorithm.gamma')}: rewards are not discounted")
     advantage = _ADVANTAGES[estimator]
     if estimator == "grpo" and not theirs.is_on("algorithm.norm_adv_by_std_in_grpo"):
         advantage = "mean"
@@ -120,6 +124,23 @@ def _write_advantage(theirs: TheirSettings, to: Translation) -> None:
             "algorithm.adv_estimator = grpo: verl divides by the sample's deviation, this package by the population's, "
             "which makes advantages of n responses larger by the root of n / (n - 1)"
         )
+
+
+def _write_critic(theirs: TheirSettings, to: Translation) -> None:
+    to.write("--grpo-advantage", "gae")
+    if folder := theirs.text("critic.model.path"):
+        to.write("--critic", folder)
+    else:
+        to.require("critic.model.path is missing: write --critic with a folder, or --critic policy", "--critic")
+    to.write("--critic-lr", theirs.text("critic.optim.lr"))
+    to.write("--critic-clip", theirs.text("critic.cliprange_value"))
+    to.write("--gae-lambda", theirs.text("algorithm.lam"))
+    to.write_unless_default("--gae-discount", theirs.text("algorithm.gamma"))
+    to.write_unless_default("--critic-warmup-iters", theirs.text("trainer.critic_warmup"))
+    to.changed.append(
+        "algorithm.adv_estimator = gae: verl takes mean and deviation of a batch's advantages off, this package keeps "
+        "them as they are; the critic begins with values of 0"
+    )
 
 
 def _write_filter(theirs: TheirSettings, to: Translation) -> None:

@@ -20,6 +20,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from megatron_rl.algorithm.settings import name_teachers
@@ -165,6 +166,9 @@ class RankBytes:
         return round(sum(vars(self).values()))
 
 
+_OF_TRAINED = ("weights", "gradients", "optimizer", "frozen", "activations")
+
+
 @dataclasses.dataclass(frozen=True)
 class RankMemory:
     """The values that decide how much memory a rank takes, beside its micro-batches."""
@@ -176,6 +180,9 @@ class RankMemory:
     num_frozen: int = 0
     is_frozen_offloaded: bool = False
     teachers: tuple[Architecture, ...] = ()
+    critic: Architecture | None = None
+    keeps_old: bool = False
+    """Whether later updates need models as they were at the start."""
     streams: bool = True
     """True if weights reach engines from device to device."""
 
@@ -205,7 +212,7 @@ class RankMemory:
             frozen += sum(of_teacher) * parameter.weight
             two_layers = max(two_layers, 2 * sum(of_teacher) * parameter.weight / of_layers)
         logits = micro.tokens / split.context * self.architecture.vocab_size / split.tensor * parameter.weight
-        return RankBytes(
+        own = RankBytes(
             weights=weights,
             gradients=(others + of_experts) * parameter.gradient,
             optimizer=owned * parameter.state * (1 - parameter.offloaded),
@@ -214,6 +221,13 @@ class RankMemory:
             workspace=of_layer + (min(LOGITS, logits) if is_last else 0),
             publish=count_streamed(self.architecture, parameter.weight) if self.streams else 0,
         )
+        if self.critic is None:
+            return own
+        critic = dataclasses.replace(
+            self, architecture=self.critic, critic=None, teachers=(), num_frozen=int(self.keeps_old)
+        )._estimate_stage(micro, stage)
+        both = {name: getattr(own, name) + getattr(critic, name) for name in _OF_TRAINED}
+        return dataclasses.replace(own, **both)
 
     def _count_stage(self, architecture: Architecture) -> tuple[int, float, float]:
         """Count a model's layers in a stage, and this rank's parameters there, without and in experts."""
@@ -310,9 +324,18 @@ def read_rank_memory(look_up: LookUp, architecture: Architecture, replicas: int)
         # Adapters leave their base to all roles.
         num_frozen=count_frozen(look_up, _count_updates(look_up)) if is_sampled and not rank else 0,
         is_frozen_offloaded=bool(look_up("loop.frozen_offload")),
+        critic=_read_critic(look_up, architecture) if is_sampled else None,
+        keeps_old=_count_updates(look_up) > 1,
         teachers=tuple(read_architecture(folder, flag="--teacher") for folder in teachers.values()),
         streams=is_sampled and look_up("rollout.transport") != "shm",
     )
+
+
+def _read_critic(look_up: LookUp, architecture: Architecture) -> Architecture | None:
+    folder = look_up("algorithm.critic")
+    if folder is None or folder == "policy":
+        return architecture if folder else None
+    return read_architecture(Path(folder), flag="--critic")
 
 
 def count_frozen(look_up: LookUp, num_updates: int) -> int:

@@ -32,13 +32,13 @@ from megatron_rl.trainer.loop.measures import Learned, Measures, UpdateOutcome, 
 from megatron_rl.trainer.loop.rollouts import build_batcher
 from megatron_rl.trainer.mcore.session import Session, start_session
 from megatron_rl.trainer.mcore.step.forward_step import is_reporter
-from megatron_rl.trainer.mcore.step.policy import Policy, build_policy, build_reference, build_teacher
+from megatron_rl.trainer.mcore.step.policy import Policy, build_critic, build_policy, build_reference, build_teacher
 from megatron_rl.trainer.mcore.step.roles import Roles, build_roles
 from megatron_rl.trainer.mcore.step.trace import StepTrace
 from tests.distributed.layouts import Model, gather_reduced_shards
 from tests.distributed.training import LAYOUTS, settings_of
 from tests.grpo_problem import Problem, Trial
-from tests.grpo_twin import WEIGHTS, Group, Tensors
+from tests.grpo_twin import CRITIC, WEIGHTS, Group, Tensors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,11 +64,14 @@ class Run:
     sizes: Sizes
     policy: Policy
     roles: Roles
+    critic: Policy | None = None
 
     @property
     def model(self) -> Model:
-        policy = self.policy
-        return Model(self.session, self.settings.architecture, policy.chunks, policy.weights, policy.wrapped)
+        return self.find_model(self.policy)
+
+    def find_model(self, trained: Policy) -> Model:
+        return Model(self.session, trained.weights.architecture, trained.chunks, trained.weights, trained.wrapped)
 
     @property
     def objective(self) -> Objective:
@@ -100,7 +103,9 @@ def build_run(
     policy = build_policy(settings, session, num_iterations * num_updates)
     others = {} if reference is None else {"reference": build_reference(settings, session, reference)}
     others |= {name: build_teacher(settings, session, name) for name in settings.teachers}
-    return Run(session, settings, sizes, policy, build_roles(settings, session, policy, others, num_updates, trace))
+    critic = None if settings.critic is None else build_critic(settings.critic, session, num_iterations * num_updates)
+    roles = build_roles(settings, session, policy, others, num_updates, trace, critic)
+    return Run(session, settings, sizes, policy, roles, critic)
 
 
 @dataclasses.dataclass
@@ -116,7 +121,9 @@ class Parts:
 class Witness:
     """A recorder of what the learner's parts are given."""
 
-    def __init__(self, objective: Objective, policy: Policy, model: Model):
+    def __init__(
+        self, objective: Objective, policy: Policy, model: Model, critic: Policy | None, of_critic: Model | None
+    ):
         self.gradients: list[Tensors] = []
         self.weights: list[Tensors] = []
         self.statistics: dict[int, list[Statistics]] = {}
@@ -128,6 +135,11 @@ class Witness:
         self._model = model
         self._step = policy.optimizer.step
         policy.optimizer.step = self._kept_step
+        # The critic steps first.
+        self._critic: tuple[Tensors, Tensors] = {}, {}
+        if critic is not None and of_critic is not None:
+            self._step_of_critic, self._of_critic = critic.optimizer.step, of_critic
+            critic.optimizer.step = self._kept_step_of_critic
 
     def loss(self, log_probs: RoleLogProbs, *tensors: Any) -> tuple[torch.Tensor, Statistics]:
         total, statistics = self._loss(log_probs, *tensors)
@@ -138,9 +150,23 @@ class Witness:
     def _kept_step(self) -> Any:
         for chunk in self._model.wrapped:
             gather_reduced_shards(chunk)
-        self.gradients.append(self._model.gradients())
-        self.weights.append(self._model.parameters())
+        gradients, weights = self._critic
+        self.gradients.append(self._model.gradients() | gradients)
+        self.weights.append(self._model.parameters() | weights)
         return self._step()
+
+    def _kept_step_of_critic(self) -> Any:
+        model = self._of_critic
+        for chunk in model.wrapped:
+            gather_reduced_shards(chunk)
+        head = model.chunks[-1].output_weight() if model.chunks[-1].post_process else None
+        scores = None if head is None else (head.main_grad.clone(), head.detach().clone())
+        of_scores = next(one for one in model.session.gather(scores) if one is not None)
+        self._critic = tuple(
+            {f"{CRITIC}{name}": one for name, one in {**named, "score.weight": of_score}.items()}
+            for named, of_score in zip((model.gradients(), model.parameters()), of_scores, strict=True)
+        )  # type: ignore[assignment]
+        return self._step_of_critic()
 
     def sums(self, update: int, session: Session) -> dict[str, float]:
         """Return the statistics of an update, of the one rank of each replica that speaks for it."""
@@ -173,12 +199,13 @@ def _run(problem: Problem, trial: Trial, session: Session, stack: contextlib.Exi
     parts = Parts(run.roles, batcher, run.objective, stack)
     if trial.fault is not None:
         FAULTS[trial.fault](parts)
-    witness = Witness(parts.objective, run.policy, run.model)
+    of_critic = None if run.critic is None else run.find_model(run.critic)
+    witness = Witness(parts.objective, run.policy, run.model, run.critic, of_critic)
     identity = Identity("run", 3, run.policy.weights.fingerprint())
     divided = problem.divided(trial.num_updates)
     slots = run.open_slots(divided, identity, parts.batcher, trial.is_shuffled, max_turns=8)
     stack.callback(slots.close)
-    one = learner.Learner(run.policy, parts.roles, witness, session, trace=trace)
+    one = learner.Learner(run.policy, parts.roles, witness, session, trace=trace, critic=run.critic)
     learned = one.learn(slots)
     trace.settle()
     _check_passes(recorder.take(), len(slots), len(run.policy.chunks))

@@ -11,7 +11,7 @@ import torch
 from tests.distributed.grpo_trials import FAULTS, Seen, run_trials
 from tests.distributed.training import WORLD_SIZES
 from tests.grpo_problem import ADAM, CONSTANT, KNOWN, OVERLAPPED, PLAIN, SEQUENCE, SGD, Problem, Trial, draw_problem
-from tests.grpo_twin import Rules, Tensors, Twin, Update
+from tests.grpo_twin import CRITIC, Rules, Tensors, Twin, Update
 from tests.ranks import run_ranks
 from tests.truth import distance, error_over_bound, mean_over_bound, weighted_over_bound, worst_of
 
@@ -200,7 +200,7 @@ def errors(seen: Seen, expected: Expected) -> dict[str, float]:
     found = {tensor: error, "norm": norm_over_bound(seen.outcome.gradient_norm, theirs, truth)}
     terms = (theirs.per_token["loss"], truth.per_token["loss"])
     found["loss"] = weighted_over_bound(seen.sums["loss"] / seen.outcome.denominator, truth.loss, *terms)
-    for kind in ("ratio", "kl", "entropy", "mismatch", "mismatch_kl", "entropy_policy", "teacher_kl"):
+    for kind in ("ratio", "kl", "entropy", "mismatch", "mismatch_kl", "entropy_policy", "teacher_kl", "critic.loss"):
         if kind not in seen.sums:
             continue
         terms = (theirs.per_token[kind], truth.per_token[kind])
@@ -210,7 +210,10 @@ def errors(seen: Seen, expected: Expected) -> dict[str, float]:
 
 def norm_over_bound(ours: float, theirs: Update, truth: Update) -> float:
     """Return the error of a norm over its bound: it is off by at most as much as the gradients."""
-    whole = [torch.cat([value.flatten() for value in one.gradients.values()]) for one in (theirs, truth)]
+    whole = [
+        torch.cat([value.flatten() for name, value in one.gradients.items() if not name.startswith(CRITIC)])
+        for one in (theirs, truth)
+    ]
     other = (whole[0] - whole[1]).norm()
     norms = torch.stack([whole[1].norm() + other, whole[1].norm()])
     return error_over_bound(torch.tensor(ours, dtype=torch.float64), *norms)

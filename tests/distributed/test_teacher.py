@@ -90,10 +90,11 @@ def teacher_with_experts(folder: Path) -> Path:
 TWO_TEACHERS = [("DP2", 4), ("PP2", 4), ("PP2xVPP2", 4), ("TP2xPP2", 12), ("CP2xPP2", 4), ("DP2", 12)]
 
 
-def test_two_teachers_in_one_batch_give_each_group_what_its_own_gives(problem, teacher, teacher_with_experts) -> None:
+def test_two_teachers_in_one_batch_give_each_group_what_its_own_gives(problem, teacher, folder) -> None:
     """Compare with the dense formulas, and bit for bit with runs that have one of the teachers twice."""
-    two = Teaching(teacher, "reverse", top_k=7, other=teacher_with_experts)
-    twice = [dataclasses.replace(two, folder=one, other=one) for one in (teacher, teacher_with_experts)]
+    other = hf_models.draw("qwen3", folder / "other", seed=6, hidden_size=48)
+    two = Teaching(teacher, "reverse", top_k=7, other=other)
+    twice = [dataclasses.replace(two, folder=one, other=one) for one in (teacher, other)]
     alone = dataclasses.replace(two, other=None)
     sampled = dataclasses.replace(two, divergence="sampled", top_k=None, discount=0.8)
     rules = {one: dataclasses.replace(TRUNCATED, teaching=one) for one in (two, sampled, alone, *twice)}

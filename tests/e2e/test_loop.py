@@ -190,13 +190,18 @@ def test_periodic_and_sync_end_in_the_same_weights_by_every_algorithm_with_a_nam
         changes["grpo_kl_in"] = "reward"
     if name == "opd":
         changes["teacher"] = loop.draw_teacher(world)
+    if name in ("ppo", "vapo"):
+        changes["critic"] = "policy"
     compare_schedules(world, name, 2, [61], **changes)
     assert any(line["ratio"] != 1 for line in read_metrics(world.folder / f"{name}-sync" / "run"))
 
 
 @pytest.mark.each_change
 def test_periodic_and_sync_end_in_the_same_weights_with_two_teachers_of_other_shapes(world):
-    teachers = {"even": loop.draw_teacher(world), "odd": loop.draw_model(world.folder / "odd", 6, "qwen3", hidden_size=48)}
+    teachers = {
+        "even": loop.draw_teacher(world),
+        "odd": loop.draw_model(world.folder / "odd", 6, "qwen3", hidden_size=48),
+    }
     words = [f"{name}={folder}" for name, folder in teachers.items()]
     changes = {"algorithm": "opd", "teacher": words, "opd_divergence": "jsd", "grpo_kl_beta": 0.05}
     compare_schedules(world, "taught", 2, [71], pipeline_model_parallel_size=2, frozen_offload=True, **changes)
@@ -209,6 +214,21 @@ def test_periodic_and_sync_end_in_the_same_weights_with_two_teachers_of_other_sh
         event for event in loop.read_events(world.folder / "taught-71" / "run") if event["event"] == "objective"
     )
     assert tuple(stated["values"][f"weights of the teacher.{name}"] for name in teachers) == hashes
+
+
+@pytest.mark.each_change
+def test_periodic_and_sync_end_in_the_same_weights_with_a_critic_of_another_shape(world):
+    """Take two updates an iteration, so that the old critic is another one; and let the critic learn first."""
+    sizes = {"grpo_prompts_per_step": 8, "global_batch_size": 16, "pipeline_model_parallel_size": 2}
+    critic = loop.draw_model(world.folder / "critic", 7, "llama", hidden_size=48, num_hidden_layers=3)
+    changes = {"algorithm": "ppo", "critic": critic, "critic_lr": 1e-2, "critic_warmup_iters": 1, **sizes}
+    compare_schedules(world, "judged", 2, [91], frozen_offload=True, **changes)
+    lines = read_metrics(world.folder / "judged-91" / "run")[:ITERATIONS]
+    assert [line["gradient_norm"] > 0 for line in lines] == [False, *[True] * (ITERATIONS - 1)]
+    assert all(line["critic"]["gradient_norm"] > 0 for line in lines)
+    # The policy did not move in the first iteration.
+    assert len({line["fingerprint"] for line in lines}) == ITERATIONS - 1
+    assert verify(world.folder / "judged-91" / "run").breaches == []
 
 
 @pytest.mark.slow

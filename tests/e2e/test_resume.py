@@ -306,6 +306,28 @@ def test_a_run_with_a_teacher_that_was_killed_resumes_in_the_same_and_in_another
     assert "was trained with other weights of the teacher: write the folder that was meant" in ranks.text()
 
 
+@pytest.mark.each_change
+@pytest.mark.timeout(600)
+def test_a_run_with_a_critic_that_was_killed_resumes_in_the_same_and_in_another_layout(world):
+    critic = loop.draw_model(world.folder / "critic", 7, "llama", hidden_size=48, num_hidden_layers=3)
+    changes = {"algorithm": "vapo", "critic": critic, "critic_lr": 1e-2, "use_distributed_optimizer": True}
+    whole = uninterrupted(world, "judged-whole", 2, **changes)
+    folder = killed(world, "judged", 2, {0: fault("optimizer", "rank", call=3)}, **changes)
+    other = world.folder / "judged-other"
+    shutil.copytree(folder, other)
+    resumed(world, folder, 2, **changes)
+    assert_same(folder, whole)
+    resumed(world, other, 2, pipeline_model_parallel_size=2, **changes)
+    lines = [read_metrics(run / "run")[ITERATIONS - 1] for run in (other, whole)]
+    for of_run in ("loss", "gradient_norm"):
+        assert abs(lines[0][of_run] - lines[1][of_run]) < 1e-5 * abs(lines[1][of_run]), of_run
+    for of_critic in ("loss", "value", "gradient_norm"):
+        ours, theirs = (line["critic"][of_critic] for line in lines)
+        assert abs(ours - theirs) < 1e-5 * abs(theirs), of_critic
+    saved = tensors_of(whole / "save" / "iter_0000001")
+    assert {"critic.output_layer.weight", "optimizer.state.exp_avg.critic.output_layer.weight"} <= saved
+
+
 def tensors_of(checkpoint: Path) -> set[str]:
     return set(FileSystemReader(checkpoint).read_metadata().state_dict_metadata)
 

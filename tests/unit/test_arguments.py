@@ -74,7 +74,6 @@ def test_every_flag_that_is_used_has_a_meaning_and_every_other_a_reason() -> Non
 OUT_OF_BOUND = {
     "at least 0": (-1, 0),
     "at least 1": (0, 1),
-    "at least 2": (1, 2),
     "above 0": (0, math.inf),
     "above 1": (1, math.inf),
     "finite and at least 0": (math.inf, 0),

@@ -107,7 +107,8 @@ def test_groups_get_smaller_where_a_script_has_too_few_responses_for_whole_ones(
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_name_of_an_algorithm_sets_its_parts(name, tmp_path) -> None:
     teacher = folder(tmp_path, dataclasses.replace(QWEN3, vocab_size=100))
-    settings = parse(*DENSE, f"--algorithm {name}", *(["--teacher", teacher] if name == "opd" else []))
+    others = {"opd": f"--teacher {teacher}", "ppo": "--critic policy", "vapo": "--critic policy"}
+    settings = parse(*DENSE, f"--algorithm {name}", others.get(name, ""))
     for field, value in PRESETS[name].settings.items():
         assert getattr(settings.algorithm, field) == value
         assert settings.sources[f"algorithm.{field}"] == f"--algorithm {name}"

@@ -38,6 +38,8 @@ LAYOUTS = (
     "--recompute-granularity selective --recompute-modules layernorm",
     f"{HALF} {TP} --sequence-parallel --recompute-granularity selective --recompute-modules layernorm",
     f"{HALF} --global-batch-size 64 --rollout-transport nccl",
+    f"{HALF} {PP} 2 --grpo-advantage gae --critic policy",
+    f"{HALF} {TP} --global-batch-size 64 --grpo-advantage gae --critic policy",
 )
 OF_EXPERTS = (
     f"{HALF} --expert-model-parallel-size 4",

@@ -244,14 +244,16 @@ def test_several_teachers_have_a_name_each(models, tmp_path) -> None:
     }
     for words in ((teacher, other), (f"math={teacher}", other), (f"math={teacher}", f"math={other}")):
         assert "several need a name each, none of them twice; write NAME=FOLDER" in error(*policy, flag, *words)
-    assert f"{flag} {tmp_path / 'none'} must be a folder" in error(*policy, flag, f"a={tmp_path / 'none'}")
+    assert f"{flag} {tmp_path / 'none'}: " in error(*policy, flag, f"a={tmp_path / 'none'}")
 
 
 def test_each_row_names_a_teacher_of_the_run(tmp_path) -> None:
     rows = [Row("a:1", tmp_path, 1, "a", {"teacher": "math"}), Row("a:2", tmp_path, 2, "a", {"answer": "5"})]
     check_choices(["teacher"], rows)
     check_choices(["teacher.math", "teacher.code"], rows[:1])
-    with pytest.raises(InputError, match="has the column teacher None, and must have one of --teacher: write code or math"):
+    with pytest.raises(
+        InputError, match="has the column teacher None, and must have one of --teacher: write code or math"
+    ):
         check_choices(["teacher.math", "teacher.code"], rows)
     with pytest.raises(InputError, match="has the column teacher 'math', and must have one of --teacher: write code"):
         check_choices(["teacher.code"], rows)
@@ -267,10 +269,10 @@ def test_a_teacher_with_other_tokens_is_refused(tmp_path) -> None:
     tokenizer = tiny.make_tokenizer()
     tokenizer.save_pretrained(tmp_path / "policy")
     tokenizer.save_pretrained(tmp_path / "same")
-    check_tokens(tmp_path / "same", tmp_path / "policy", [[1, 2, 10, 3]])
+    check_tokens("--teacher", tmp_path / "same", tmp_path / "policy", [[1, 2, 10, 3]])
     tokenizer.add_tokens(["?"])
     tokenizer.save_pretrained(tmp_path / "more")
     with pytest.raises(InputError, match=r"--teacher .* has other tokens: 1 differ, and '\?' is 14 in place of None"):
-        check_tokens(tmp_path / "more", tmp_path / "policy", [])
+        check_tokens("--teacher", tmp_path / "more", tmp_path / "policy", [])
     with pytest.raises(InputError, match="--teacher .* must be a folder"):
-        check_tokens(tmp_path / "missing", tmp_path / "policy", [])
+        check_tokens("--teacher", tmp_path / "missing", tmp_path / "policy", [])

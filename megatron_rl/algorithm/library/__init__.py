@@ -21,6 +21,7 @@ from megatron_rl.algorithm.library import (
     reinforce_plus_plus,
     rloo,
     sapo,
+    vapo,
 )
 
 ALGORITHMS: Mapping[str, Algorithm] = {
@@ -36,6 +37,7 @@ ALGORITHMS: Mapping[str, Algorithm] = {
     "gdpo": gdpo.GDPO,
     "dppo": dppo.DPPO,
     "opd": opd.OPD,
+    "vapo": vapo.VAPO,
 }
 
 

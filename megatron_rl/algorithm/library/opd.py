@@ -16,6 +16,8 @@ def compute_none(group: ScoredGroup, settings: Any) -> "np.ndarray":
 
 OPD = Algorithm(
     Paper("On-policy distillation (GKD)", "https://arxiv.org/abs/2306.13649"),
-    advantages=(Advantage("none", "0: rewards are measured, and other terms have the gradient", compute_none),),
+    advantages=(
+        Advantage("none", "0: rewards are measured, and other terms have the gradient", compute_none, compares=False),
+    ),
     presets=(Preset("opd", {**CLIP, "advantage": "none", "aggregation": "token"}, "needs `--teacher`"),),
 )

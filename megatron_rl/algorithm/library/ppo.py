@@ -1,12 +1,22 @@
-"""PPO without its critic: the clipped ratio that most algorithms here build upon."""
+"""PPO: the clipped ratio that most algorithms here build upon, and advantages beyond a critic."""
 
 import dataclasses
 from typing import TYPE_CHECKING
 
-from megatron_rl.algorithm.declaration import Algorithm, Loss, Paper, Preset, Surrogate, Targets
+from megatron_rl.algorithm.declaration import (
+    Advantage,
+    Algorithm,
+    Loss,
+    Paper,
+    Preset,
+    ScoredGroup,
+    Surrogate,
+    Targets,
+)
 from megatron_rl.flag import megatron_flag, own_flag
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
 
@@ -65,8 +75,19 @@ def compute_loss(targets: Targets, settings: ClipSettings) -> Surrogate:
     return compute_clipped(targets.ratio_N, targets.advantages_N, settings)
 
 
+def keep_rewards(group: ScoredGroup, settings: ClipSettings) -> "np.ndarray":
+    """Return the rewards, of which the critic makes advantages."""
+    return group.rewards_K
+
+
 PPO = Algorithm(
     Paper("PPO", "https://arxiv.org/abs/1707.06347"),
     losses=(Loss("clip", "-min(q A, clip(q) A)", compute_loss, reads=CLIP_READS),),
-    presets=(Preset("ppo_clip", {**CLIP, "advantage": "mean", "aggregation": "token"}, remark="without its critic"),),
+    advantages=(
+        Advantage("gae", "the sum of r + g V' - V, by the critic's V", keep_rewards, compares=False, takes_critic=True),
+    ),
+    presets=(
+        Preset("ppo", {**CLIP, "advantage": "gae", "aggregation": "token"}, remark="needs `--critic`"),
+        Preset("ppo_clip", {**CLIP, "advantage": "mean", "aggregation": "token"}, remark="without its critic"),
+    ),
 )

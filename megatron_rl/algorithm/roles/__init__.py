@@ -7,6 +7,6 @@ its log-probs. Any other role is a `LossRole`, which says when a run has it, and
 from collections.abc import Mapping
 
 from megatron_rl.algorithm.declaration import LossRole
-from megatron_rl.algorithm.roles import reference, teacher
+from megatron_rl.algorithm.roles import critic, reference, teacher
 
-ROLES: Mapping[str, LossRole] = {role.name: role for role in (reference.REFERENCE, teacher.TEACHER)}
+ROLES: Mapping[str, LossRole] = {role.name: role for role in (reference.REFERENCE, teacher.TEACHER, critic.ROLE)}

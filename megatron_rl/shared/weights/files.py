@@ -23,7 +23,7 @@ from megatron_rl.shared.weights.fingerprint import DTYPES, compute_fingerprint, 
 from megatron_rl.shared.weights.folders import DIGESTS_FILE
 from megatron_rl.shared.weights.folders import create as create
 from megatron_rl.shared.weights.folders import put_in_place as put_in_place
-from megatron_rl.shared.weights.mapping import Mapping, TensorSpec
+from megatron_rl.shared.weights.mapping import HEAD, Mapping, TensorSpec
 from megatron_rl.shared.weights.stored_forms import (
     BLOCKS,
     SCALE_SUFFIX,
@@ -221,7 +221,6 @@ STORED_DTYPES = {code: name for name, code in _CODES.items()}
 """The names of the dtypes that files may hold, by the format's codes."""
 # Tensors of old checkpoints that models do not read, because they follow from config.json.
 _DERIVED = (".rotary_emb.inv_freq", ".self_attn.masked_bias")
-_HEAD = "lm_head.weight"
 _NAMED_IN_A_MESSAGE = 3
 # A parameter of queries, keys and values reads small pieces of its three tensors in turns.
 _MAX_UNPACKED = 3
@@ -332,9 +331,9 @@ class Checkpoint:
         if mapping.stacks_experts:
             specs = [spec for spec in specs if not self._check_packed(spec, found)]
         wanted = {spec.name: (spec.shape, spec.dtype) for spec in specs}
-        has_head = mapping.architecture.tied_embeddings and _HEAD in found
+        has_head = mapping.architecture.tied_embeddings and HEAD in found and not mapping.is_left_out(HEAD)
         if has_head:
-            found.discard(_HEAD)
+            found.discard(HEAD)
         where = f"{self.folder} does not hold what its config.json describes"
         if missing := [name for name in wanted if name not in found]:
             raise InputError(f"{where}: {_some(missing)} missing; use the config.json that belongs to these weights")
@@ -358,9 +357,9 @@ class Checkpoint:
                     f"use the config.json that belongs to these weights"
                 )
         # A copy of the embedding is harmless; tying would drop any other head.
-        if has_head and not self._are_equal(_HEAD, mapping.embedding):
+        if has_head and not self._are_equal(HEAD, mapping.embedding):
             raise InputError(
-                f"{where}: tie_word_embeddings is true, but {_HEAD} differs from {mapping.embedding}; "
+                f"{where}: tie_word_embeddings is true, but {HEAD} differs from {mapping.embedding}; "
                 f"set it to false, or remove the tensor"
             )
 

@@ -21,6 +21,8 @@ from megatron_rl.types import Architecture, Latents
 
 Shape = tuple[int, ...]
 
+HEAD, SCORE = "lm_head.weight", "score.weight"
+"""The output layers of language models, and of classifiers of sequences."""
 _OF_LINEAR_MODULES = (Split.QKV, Split.GATE_UP, Split.ROWS, Split.COLUMNS)
 
 
@@ -118,7 +120,12 @@ class Mapping:
         return self._family.has_prediction_layers or self.has_tower
 
     def is_left_out(self, tensor: str) -> bool:
-        """Check whether a tensor belongs to the vision model, or to a layer after the model's own."""
+        """Check whether a tensor belongs to the vision model, or to a layer after the model's own.
+
+        A critic leaves out the output layers of language models and classifiers.
+        """
+        if self.architecture.is_critic and tensor in (HEAD, SCORE):
+            return True
         return self._family.is_left_out(tensor, self.architecture.num_layers)
 
     def is_of_tower(self, tensor: str) -> bool:

@@ -52,7 +52,8 @@ class Batch:
     """Number of tokens of each response that the policy sampled."""
     parts: tuple[GroupPart, ...]
     turn_advantages_N: torch.Tensor | None = None
-    """The advantages of targets by their turns; None if all targets of a response have its advantage."""
+    """The advantages of targets by their turns, or rewards for a critic; None if all targets of a response have its
+    advantage."""
     is_of_model_N: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict)
     """The targets of each model that not all groups need, by its name; models of no target are left out."""
     arrival: PendingCopy = PendingCopy()
@@ -94,6 +95,8 @@ class Batcher:
     """Function from a part to the advantages of its whole group."""
     turn_advantage: TurnAdvantage | None = None
     """Function for --grpo-turn-credit; None without it."""
+    places_rewards: bool = False
+    """Whether `advantage` gives rewards, each of which belongs to the last target of its response or turn."""
     multiple_of: int = 1
     """Divisor of the buffer's length, which is padded to a multiple of it."""
     vocab_size: int | None = None
@@ -128,7 +131,9 @@ class Batcher:
             [decode_log_probs(response.log_probs)[mask] for response, mask in zip(responses, masks, strict=True)]
         )
         of_turns = None
-        if self.turn_advantage is not None:
+        if self.places_rewards:
+            of_turns = torch.from_numpy(place_rewards(slot.parts, self.advantage).astype(np.float32))
+        elif self.turn_advantage is not None:
             of_turns = torch.from_numpy(spread_turn_advantages(slot.parts, self.turn_advantage).astype(np.float32))
         return Batch(
             replica=slot.replica,
@@ -183,6 +188,24 @@ def spread_turn_advantages(parts: Sequence[GroupPart], advantage: TurnAdvantage)
             lengths = [turn.end - turn.start for turn in turns if not turn.is_given]
             found.append(np.repeat(of_group[number], lengths))
     return np.concatenate(found)
+
+
+def place_rewards(parts: Sequence[GroupPart], compute: Callable[[GroupPart], np.ndarray]) -> np.ndarray:
+    """Return the reward of each target: turns' at their ends, and what these leave of a response's at the end of all.
+
+    `compute` gives the rewards of a part's whole group.
+    """
+    placed = [np.zeros(0)]
+    for part in parts:
+        rewards_K = compute(part)
+        for number, response in enumerate(part.responses, part.first_response):
+            lengths = [turn.end - turn.start for turn in list_turns(response) if not turn.is_given]
+            of_targets, of_turns = np.zeros(sum(lengths)), part.turn_rewards[number] if part.turn_rewards else []
+            for end, reward in zip(np.cumsum(lengths), of_turns, strict=False):
+                of_targets[end - 1] += reward
+            of_targets[-1:] += rewards_K[number] - sum(of_turns)
+            placed.append(of_targets)
+    return np.concatenate(placed)
 
 
 def build_preparation(settings: Settings, device: torch.device) -> Callable[[Layout], None]:

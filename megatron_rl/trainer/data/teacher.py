@@ -1,4 +1,4 @@
-"""Checks of teachers: they have the policy's tokens, and each row names one."""
+"""Checks of teachers and critic: they have the policy's tokens, and each row names a teacher."""
 
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
@@ -22,22 +22,22 @@ def check_choices(models: Collection[str], rows: Iterable[Row]) -> None:
             )
 
 
-def check_tokens(teacher: Path, policy: Path, prompts: Iterable[Sequence[int]]) -> None:
+def check_tokens(flag: str, folder: Path, policy: Path, prompts: Iterable[Sequence[int]]) -> None:
     """Raise an InputError unless both folders' tokenizers have the same tokens and turn text into them alike.
 
     A distribution over other tokens would mean something else. `prompts` are some of the run, in tokens.
     """
-    one, other = load_tokenizer(teacher, "--teacher"), load_tokenizer(policy)
+    one, other = load_tokenizer(folder, flag), load_tokenizer(policy)
     tokens, of_policy = one.get_vocab(), other.get_vocab()
     differing = sorted(token for token in tokens.keys() | of_policy.keys() if tokens.get(token) != of_policy.get(token))
-    remedy = f"write a teacher with the tokenizer of --hf-model {policy}"
+    remedy = f"write a folder with the tokenizer of --hf-model {policy}"
     if differing:
         token = differing[0]
         raise InputError(
-            f"--teacher {teacher} has other tokens: {len(differing)} differ, and {token!r} is {tokens.get(token)} in "
+            f"{flag} {folder} has other tokens: {len(differing)} differ, and {token!r} is {tokens.get(token)} in "
             f"place of {of_policy.get(token)}; {remedy}"
         )
     for prompt in prompts:
         text = other.decode(prompt)
         if one.encode(text, add_special_tokens=False) != other.encode(text, add_special_tokens=False):
-            raise InputError(f"--teacher {teacher} makes other tokens of {text[:60]!r}; {remedy}")
+            raise InputError(f"{flag} {folder} makes other tokens of {text[:60]!r}; {remedy}")

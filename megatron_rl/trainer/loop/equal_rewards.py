@@ -70,6 +70,8 @@ def _list_other_terms(settings: Settings) -> Iterator[str]:
     algorithm, transformer = settings.algorithm, settings.transformer
     if algorithm.advantage == "global":
         yield "the distance to the mean reward of the iteration before (--grpo-advantage global)"
+    if algorithm.critic is not None:
+        yield "what the critic did not expect (--critic)"
     if algorithm.advantage == "gdpo":
         yield "reward functions whose values differ where their sums do not (--grpo-advantage gdpo)"
     if algorithm.kl_beta:

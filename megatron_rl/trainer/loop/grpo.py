@@ -119,6 +119,7 @@ def build_grpo(
     sidecar: OwnSidecar | None,
     policy: Policy,
     others: Mapping[str, FrozenModel],
+    critic: Policy | None,
     start: StartPoint,
     schedule: Schedule,
 ) -> GrpoStage:
@@ -136,9 +137,9 @@ def build_grpo(
         others=others,
         publisher=publisher,
         rollouts=build_rollouts(
-            rank, client, prompts, advantages, schedule, log.timeline, start.state, name_weights(others)
+            rank, client, prompts, advantages, schedule, log.timeline, start.state, name_weights(others, critic)
         ),
-        learner=_build_learner(rank, policy, others, log),
+        learner=_build_learner(rank, policy, others, critic, log),
         bounds=build_mismatch_bounds(settings, policy.weights.dtype),
         largest_micro_batch=settings.sizes.largest_micro_batch,
         log=log,
@@ -190,13 +191,15 @@ def _build_publisher(rank: Rank, policy: Policy, client: RolloutClient) -> Publi
     )
 
 
-def _build_learner(rank: Rank, policy: Policy, others: Mapping[str, FrozenModel], log: RunLog) -> Learner:
+def _build_learner(
+    rank: Rank, policy: Policy, others: Mapping[str, FrozenModel], critic: Policy | None, log: RunLog
+) -> Learner:
     settings, steps = rank.settings, log.trace.steps
-    roles = build_roles(settings, rank.session, policy, others, settings.sizes.plan.num_updates, steps)
+    roles = build_roles(settings, rank.session, policy, others, settings.sizes.plan.num_updates, steps, critic)
     objective = Objective(settings.algorithm, settings.sizes.longest_response)
     observe = settings.observe
     num_kept = math.ceil(observe.log_samples / settings.training.micro_batch_size) if observe.log_sample_tokens else 0
-    return Learner(policy, roles, objective, rank.session, log.timeline, steps, num_kept)
+    return Learner(policy, roles, objective, rank.session, log.timeline, steps, num_kept, critic)
 
 
 def _build_evaluator(rank: Rank, client: RolloutClient, prompts: PromptSource | None, reporter: Reporter) -> Evaluator:

@@ -124,10 +124,11 @@ def _tokenize_prompts(settings: RunSettings, rows: PromptRows, offered: Descript
 
 
 def _check_tokens(settings: Settings, prompts: PromptSource) -> None:
-    """Raise an InputError unless teachers have the policy's tokens."""
-    for teacher in settings.teachers.values():
-        some = [decode_tokens(prompt.tokens).tolist() for prompt in prompts.list_kinds()]
-        importlib.import_module(_TEACHER).check_tokens(teacher.model.hf_model, settings.model.hf_model, some)
+    """Raise an InputError unless teachers and critic have the policy's tokens."""
+    for other in _list_others(settings):
+        some, flag = [decode_tokens(prompt.tokens).tolist() for prompt in prompts.list_kinds()], "--teacher"
+        flag = "--critic" if other.architecture.is_critic else "--teacher"
+        importlib.import_module(_TEACHER).check_tokens(flag, other.model.hf_model, settings.model.hf_model, some)
 
 
 def _load_demonstrations(settings: RunSettings) -> "DemonstrationSource":
@@ -149,10 +150,15 @@ def _check_weights(settings: Settings) -> None:
         if folder is not None:
             with Checkpoint(folder) as checkpoint:
                 checkpoint.check(Mapping(settings.architecture))
-    for teacher in settings.teachers.values():
-        assert teacher.model.hf_model is not None
-        with Checkpoint(teacher.model.hf_model) as checkpoint:
-            checkpoint.check(Mapping(teacher.architecture))
+    for other in _list_others(settings):
+        assert other.model.hf_model is not None
+        with Checkpoint(other.model.hf_model) as checkpoint:
+            checkpoint.check(Mapping(other.architecture))
+
+
+def _list_others(settings: Settings) -> list[Settings]:
+    """List the settings of teachers and critic."""
+    return [*settings.teachers.values(), *([] if settings.critic is None else [settings.critic])]
 
 
 def check_save_folder(settings: Settings) -> None:

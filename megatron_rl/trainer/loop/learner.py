@@ -53,6 +53,7 @@ class Learner:
         timeline: Timeline | None = None,
         trace: "StepTrace | None" = None,
         num_kept: int = 0,
+        critic: Policy | None = None,
     ):
         """`trace` records when each pass runs. The log-probs of the first `num_kept` slots are kept."""
         self._policy = policy
@@ -62,6 +63,7 @@ class Learner:
         self._timeline = timeline or Timeline()
         self._trace = trace
         self._num_kept = num_kept
+        self._critic = critic
         self._kept: dict[int, torch.Tensor] = {}
         self._unreplayed: Unreplayed | None = None
         self._is_divided = GroupAdvantages(objective.config).is_divided
@@ -125,9 +127,16 @@ class Learner:
             self._objective.share(one.num_targets, one.num_responses) for one in slots.select_update(update).facts
         ]
         denominator = sum_over_replicas(self._session, sum(shares))
+        of_critic = None
+        if self._critic is not None:
+            of_critic = make_update(self._critic, denominator, lambda: self._timeline.span("update"))
+            if slots.identity.version < self._objective.config.critic_warmup_iters:
+                self._policy.forget_gradients()
+                return UpdateOutcome(0.0, 0.0, was_taken=True, denominator=denominator, critic=of_critic)
         if self._is_divided:
             denominator *= self._compute_deviation(of_update)
-        return make_update(self._policy, denominator, lambda: self._timeline.span("update"))
+        outcome = make_update(self._policy, denominator, lambda: self._timeline.span("update"))
+        return dataclasses.replace(outcome, critic=of_critic)
 
     def _compute_deviation(self, of_update: list[Statistics]) -> float:
         """Compute the deviation of an update's advantages, over all replicas."""

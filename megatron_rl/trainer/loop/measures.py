@@ -102,6 +102,8 @@ class UpdateOutcome:
     denominator: float
     gradient_zeros: int | None = None
     """Elements of the gradient that are zero; None without --log-num-zeros-in-grad."""
+    critic: "UpdateOutcome | None" = None
+    """The critic's update."""
 
 
 NOTHING_SAMPLED = Mismatch(mean=0.0, largest=0.0, bound=None)
@@ -190,6 +192,8 @@ def compute_metrics(measures: Measures, updates: Sequence[UpdateOutcome], larges
         metrics["teacher_kl"] = sums["teacher_kl"] / targets
     if chosen := [name.removeprefix("teacher_targets.") for name in sums if name.startswith("teacher_targets.")]:
         metrics["teachers"] = {name: sums[f"teacher_kl.{name}"] / sums[f"teacher_targets.{name}"] for name in chosen}
+    if updates[-1].critic is not None:
+        metrics["critic"] = _describe_critic(sums, updates[-1].critic)
     if "entropy_policy" in sums:
         metrics["entropy_policy"] = sums["entropy_policy"] / targets
     if "correction" in sums:
@@ -201,6 +205,18 @@ def compute_metrics(measures: Measures, updates: Sequence[UpdateOutcome], larges
     if replayed := sums.get("routing.replayed"):
         metrics["routing"] = {"replayed": int(replayed), "changed": sums["routing.changed"] / replayed}
     return metrics | describe_auxiliary(sums)
+
+
+def _describe_critic(sums: Mapping[str, float], update: UpdateOutcome) -> dict[str, float]:
+    """Compute the means of the critic's values, and the share of their targets' variance that the values explain."""
+    targets = sums["targets"]
+    variance = sums["critic.target_square"] / targets - (sums["critic.target"] / targets) ** 2
+    return {
+        **{name: sums[f"critic.{name}"] / targets for name in ("loss", "value", "target", "clipped")},
+        "explained": 1 - sums["critic.away_square"] / targets / variance if variance > 0 else 0.0,
+        "gradient_norm": update.gradient_norm,
+        "learning_rate": update.learning_rate,
+    }
 
 
 def _describe_sources(sums: Mapping[str, float]) -> dict[str, dict[str, float]]:

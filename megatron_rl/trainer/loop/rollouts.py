@@ -298,6 +298,7 @@ def build_batcher(
     return Batcher(
         functools.partial(advantages, baseline=baseline),
         turn_advantage=advantages.compute_turns if settings.algorithm.turn_credit else None,
+        places_rewards=advantages.takes_critic,
         multiple_of=find_pack_multiple(settings),
         vocab_size=settings.architecture.vocab_size,
         is_shared=settings.attention.is_shared,

@@ -44,6 +44,7 @@ from megatron_rl.trainer.mcore.step.policy import (
     BaseAsReference,
     FrozenModel,
     Policy,
+    build_critic,
     build_policy,
     build_reference,
     build_teacher,
@@ -165,7 +166,8 @@ def _prepare_device(settings: RunSettings, session: Session, startup: Startup) -
         return settings
     settle = importlib.import_module(_SETTLING).settle_backends
     teachers = {name: settle(teacher, session, startup.say) for name, teacher in settings.teachers.items()}
-    settings = dataclasses.replace(settings, teachers=teachers)
+    critic = None if settings.critic is None else settle(settings.critic, session, startup.say)
+    settings = dataclasses.replace(settings, teachers=teachers, critic=critic)
     settings = settle(settings, session, startup.say)
     session.run_or_raise_everywhere(lambda: _try_main_gradients(settings, session.device))
     return settings
@@ -257,7 +259,8 @@ def build_trainer(
     policy = build_policy(settings, session, settings.num_updates, rank.recipe.build_model)
     _check_guest(rank, policy)
     others = _build_others(rank, policy)
-    saver = Saver(settings, session, policy, settings.name, inputs.data, others, rank.recipe.saved)
+    critic = None if settings.critic is None else build_critic(settings.critic, session, settings.num_updates)
+    saver = Saver(settings, session, policy, settings.name, inputs.data, others, rank.recipe.saved, critic)
     start = saver.load(rank.say)
     rank.startup.say("model: built, its weights are loaded")
     rank.startup.end_part("model and weights")
@@ -265,7 +268,7 @@ def build_trainer(
     if settings.run.stage == "sft":
         stage = importlib.import_module(_SUPERVISED).build_supervised(rank, inputs.demonstrations, policy, start)
     else:
-        stage = build_grpo(rank, inputs.prompts, sidecar, policy, others, start, schedule)
+        stage = build_grpo(rank, inputs.prompts, sidecar, policy, others, critic, start, schedule)
     assert settings.training.train_iters is not None
     course = Course(start.version, settings.training.train_iters, stop, settings.loop, lambda: rank.startup.seconds)
     return Trainer(session, stage, saver, course)

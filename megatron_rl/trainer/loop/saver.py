@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_rl.algorithm.declaration import CRITIC
 from megatron_rl.algorithm.roles.reference import REFERENCE
 from megatron_rl.command_line.describe import describe_objective, describe_own_files
 from megatron_rl.config.settings import Settings
@@ -73,6 +74,7 @@ class Saver:
         prompts: "PromptSource | DemonstrationSource | None",
         others: Mapping[str, FrozenModel],
         saved: Mapping[str, Any] | None = None,
+        critic: Policy | None = None,
     ):
         """`prompts` are the data of the run; only rank 0 has them. `saved` is added to every checkpoint.
 
@@ -86,8 +88,8 @@ class Saver:
         self._stops = [] if prompts is None else list(prompts.stops)
         reference = others.get(REFERENCE.name)
         self._start = None if reference is None else reference.start
-        self._weights = name_weights(others)
-        self._checkpointer = Checkpointer(settings, session, policy, reference, saved)
+        self._weights = name_weights(others, critic)
+        self._checkpointer = Checkpointer(settings, session, policy, reference, saved, critic)
         self._loaded: tuple[int, Path] | None = None
         self._num_done = 0
         self.last_saved: Path | None = None
@@ -203,17 +205,19 @@ class Saver:
             )
         if other := [name for name, value in self._weights.items() if kept.objective.get(name, value) != value]:
             raise InputError(
-                f"{source} was trained with other {' and '.join(other)}: write the folder that was meant (--teacher), "
-                f"or --finetune"
+                f"{source} was trained with other {' and '.join(other)}: write the folder that was meant (--teacher, "
+                f"--critic), or --finetune"
             )
         if self._prompts is not None:
             self._prompts.restore(kept.prompts)
         return kept
 
 
-def name_weights(others: Mapping[str, FrozenModel]) -> dict[str, str]:
-    """Return the fingerprints of frozen models' first weights, under the names that the audit log has for them."""
-    return {f"weights of the {role}": other.start for role, other in others.items()}
+def name_weights(others: Mapping[str, FrozenModel], critic: Policy | None) -> dict[str, str]:
+    """Return the fingerprints of other models' first weights, under the names that the audit log has for them."""
+    start = {role: other.start for role, other in others.items()}
+    start |= {} if critic is None else {CRITIC: critic.start}
+    return {f"weights of the {role}": fingerprint for role, fingerprint in start.items()}
 
 
 def read_kept_state(

@@ -49,14 +49,16 @@ class Checkpointer:
         policy: Policy,
         reference: FrozenModel | None = None,
         saved: Mapping[str, Any] | None = None,
+        critic: Policy | None = None,
     ):
-        """Save a `reference` only after it has moved."""
+        """Save a `reference` only after it has moved, and a `critic` always."""
         self._config = settings.checkpoint
         self._schedule = settings.schedule
         self._session = session
         self._policy = policy
         self._reference = reference
         self._saved = saved or {}
+        self._critic = critic
         self._queue = AsyncCallsQueue()
         self._pending: tuple[int, Prepared] | None = None
         # The iteration in the --save folder that this run resumed from, if it did.
@@ -124,6 +126,9 @@ class Checkpointer:
         base = self._policy.base
         if base is not None:
             session.run_or_raise_everywhere(lambda: base.check(common, source))
+        critic = self._critic if any(name.startswith(state_dict.CRITIC) for name in found) else None
+        if critic is not self._critic and not config.finetune:
+            raise InputError(f"{source} was trained without --critic: drop the flag, or write --finetune")
         content = serialization.get_content(common)
         has_optimizer = not (config.finetune or config.no_load_optim)
         if has_optimizer:
@@ -135,23 +140,29 @@ class Checkpointer:
         reference = None if moved is None else self._reference
         if not is_lenient:
             session.run_or_raise_everywhere(
-                lambda: serialization.check(self._weights(reference, content), found, source)
+                lambda: serialization.check(self._weights(reference, critic, content), found, source)
             )
 
         wanted = serialization.run_together(
             session,
-            lambda: self._describe_wanted(reference, content, has_optimizer, has_rng),
+            lambda: self._describe_wanted(reference, critic, content, has_optimizer, has_rng),
             serialization.unreadable(source),
         )
         parallel = config.ckpt_fully_parallel_load
         loaded = serialization.read(wanted, found, source, session, config.dist_ckpt_strictness, parallel)
-        state_dict.apply_model(self._policy.chunks, loaded, not is_lenient)
-        if has_optimizer:
-            session.run_or_raise_everywhere(
-                lambda: state_dict.apply_optimizer(self._policy, loaded, self._schedule.override_opt_param_scheduler)
-            )
-        else:
-            self._policy.optimizer.reload_model_params()
+        is_overriding = self._schedule.override_opt_param_scheduler
+        for prefix, trained in (("", self._policy), (state_dict.CRITIC, critic)):
+            if trained is None:
+                continue
+            state_dict.apply_model(trained.chunks, loaded, not is_lenient, prefix)
+            if has_optimizer:
+                session.run_or_raise_everywhere(
+                    lambda trained=trained, prefix=prefix: state_dict.apply_optimizer(  # type: ignore[misc]
+                        trained, loaded, is_overriding, prefix
+                    )
+                )
+            else:
+                trained.optimizer.reload_model_params()
         if has_rng:
             state_dict.apply_rng(loaded, session.platform)
         if reference is not None:
@@ -172,27 +183,44 @@ class Checkpointer:
             state[_REFERENCE_VERSION] = reference.version
         else:
             reference = None
-        state |= self._weights(reference, CONTENT)
+        state |= self._weights(reference, self._critic, CONTENT)
         if not self._config.no_save_rng:
             state |= state_dict.get_rng_state(self._session.platform)
         return state
 
-    def _weights(self, reference: FrozenModel | None, content: Mapping[str, Any]) -> dict[str, Any]:
+    def _weights(
+        self, reference: FrozenModel | None, critic: Policy | None, content: Mapping[str, Any]
+    ) -> dict[str, Any]:
         state = state_dict.build_model_state(self._policy.chunks, content)
-        return state if reference is None else state | state_dict.build_reference_state(reference.models, content)
+        if reference is not None:
+            state |= state_dict.build_other_state(state_dict.REFERENCE, reference.models, content)
+        if critic is not None:
+            state |= state_dict.build_other_state(state_dict.CRITIC, critic.chunks, content)
+        return state
 
     def _add_optimizer(self, state: dict[str, Any]) -> dict[str, Any]:
-        if self._config.no_save_optim:
-            return state
-        return state | state_dict.build_optimizer_state(self._policy, state, CONTENT, is_loading=False)
+        return state if self._config.no_save_optim else state | self._describe_optimizers(state, self._critic, CONTENT)
+
+    def _describe_optimizers(
+        self, state: Mapping[str, Any], critic: Policy | None, content: Mapping[str, Any], is_loading: bool = False
+    ) -> dict[str, Any]:
+        described = state_dict.build_optimizer_state(self._policy, state, content, is_loading)
+        if critic is not None:
+            described |= state_dict.build_optimizer_state(critic, state, content, is_loading, state_dict.CRITIC)
+        return described
 
     def _describe_wanted(
-        self, reference: FrozenModel | None, content: Mapping[str, Any], has_optimizer: bool, has_rng: bool
+        self,
+        reference: FrozenModel | None,
+        critic: Policy | None,
+        content: Mapping[str, Any],
+        has_optimizer: bool,
+        has_rng: bool,
     ) -> dict[str, Any]:
-        wanted = self._weights(reference, content)
+        wanted = self._weights(reference, critic, content)
         if has_optimizer:
-            described = state_dict.build_optimizer_state(self._policy, wanted, content, is_loading=True)
-            wanted["optimizer"] = described["optimizer"]
+            described = self._describe_optimizers(wanted, critic, content, is_loading=True)
+            wanted |= {name: part for name, part in described.items() if name.endswith("optimizer")}
         return wanted | (state_dict.get_rng_state(self._session.platform) if has_rng else {})
 
     def _finalize(self, is_waiting: bool) -> None:

@@ -22,7 +22,8 @@ from megatron_rl.trainer.mcore.model.lora import Adapter
 from megatron_rl.trainer.mcore.step.policy import Policy
 
 RNG = "rng_state"
-REFERENCE = "reference."
+REFERENCE, CRITIC = "reference.", "critic."
+"""The prefixes of other models' names."""
 # The bounds of the schedules of a group of parameters.
 _BOUNDS = ("max_lr", "min_lr", "start_wd", "end_wd")
 # The only form of the distributed optimizer's state that fits every layout, and that both 0.16 and 0.19 read and write.
@@ -78,10 +79,10 @@ def _describe_factor(shard: Shard, parameter: torch.nn.Parameter) -> ShardedTens
     return ShardedTensor.from_rank_offsets(shard.parameter_name, parameter, *offsets, replica_id=replica_id)
 
 
-def build_reference_state(chunks: Sequence[PackedGPTModel], content: Mapping[str, Any]) -> dict[str, Any]:
-    """Describe the reference's weights, under names next to the model's."""
-    state = {REFERENCE + name: weights for name, weights in build_model_state(chunks, content).items()}
-    add_prefix_for_sharding(state, REFERENCE)
+def build_other_state(prefix: str, chunks: Sequence[PackedGPTModel], content: Mapping[str, Any]) -> dict[str, Any]:
+    """Describe the weights of another model, under names next to the policy's."""
+    state = {prefix + name: weights for name, weights in build_model_state(chunks, content).items()}
+    add_prefix_for_sharding(state, prefix)
     for part in nested_values(state):
         if isinstance(part, ShardedTensor | ShardedTensorFactory) and part.data.is_pinned():
             # A background writer gets no copy of pinned memory, and the reference may move while it writes.
@@ -90,18 +91,18 @@ def build_reference_state(chunks: Sequence[PackedGPTModel], content: Mapping[str
 
 
 def build_optimizer_state(
-    policy: Policy, state: Mapping[str, Any], content: Mapping[str, Any], is_loading: bool
+    policy: Policy, state: Mapping[str, Any], content: Mapping[str, Any], is_loading: bool, prefix: str = ""
 ) -> dict[str, Any]:
     """Describe optimizer and schedule. Each rank describes its own slices of the distributed optimizer.
 
-    `state` has the model's description, `build_model_state`.
+    `state` has the model's description, `build_model_state`, under names with the prefix.
     """
-    model = {name: state[name] for name, _ in name_chunks(policy.chunks)}
+    model = {name: state[prefix + name] for name, _ in name_chunks(policy.chunks)}
     if not is_loading:
         _allocate(policy.optimizer)
     with in_slices(policy.optimizer):
         optimizer = policy.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=dict(content))
-    return {"optimizer": optimizer, "opt_param_scheduler": policy.scheduler.state_dict()}
+    return {f"{prefix}optimizer": optimizer, f"{prefix}opt_param_scheduler": policy.scheduler.state_dict()}
 
 
 def get_rng_state(platform: Platform) -> dict[str, Any]:
@@ -127,7 +128,8 @@ def has_rng_of_layout(found: Mapping[str, Any]) -> bool:
     return ShardedObject(RNG, None, shape, offset).unique_key in found
 
 
-def apply_optimizer(policy: Policy, loaded: dict[str, Any], is_overriding: bool) -> None:
+def apply_optimizer(policy: Policy, loaded: dict[str, Any], is_overriding: bool, prefix: str = "") -> None:
+    loaded = {name: loaded[prefix + name] for name in ("optimizer", "opt_param_scheduler")}
     optimizer, scheduler = policy.optimizer, policy.scheduler
     bounds = [{key: group[key] for key in _BOUNDS if key in group} for group in optimizer.param_groups]
     if is_overriding:

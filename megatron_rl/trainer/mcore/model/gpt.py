@@ -1,4 +1,4 @@
-"""The model: megatron-core's GPTModel, which takes packs and answers with log-probs.
+"""The model: megatron-core's GPTModel, which takes packs and answers with log-probs, or with a critic's values.
 
 Letters: T tokens of the pack, R of its rows, which this rank computes, N targets, M targets that these rows predict,
 E hidden size.
@@ -157,11 +157,15 @@ class PackedGPTModel(GPTModel):
             return hidden_states
         pack = packed_seq_params.pack
         assert pack is not None
+        is_critic = self.architecture.is_critic
         if self.config.sequence_parallel:
-            # Each rank continues with its own part of the vocabulary, so the backward pass sums gradients.
+            # Each rank continues with its own part of the vocabulary, so the backward pass sums gradients. A critic has
+            # no such parts.
             hidden_R1E = tensor_parallel.gather_from_sequence_parallel_region(
-                hidden_states, tensor_parallel_output_grad=True, group=self.pg_collection.tp
+                hidden_states, tensor_parallel_output_grad=not is_critic, group=self.pg_collection.tp
             )
+        elif is_critic:
+            hidden_R1E = hidden_states
         else:
             hidden_R1E = tensor_parallel.copy_to_tensor_model_parallel_region(
                 hidden_states, group=self.pg_collection.tp
@@ -185,6 +189,8 @@ class PackedGPTModel(GPTModel):
         # Rows repeat, as a prompt's last one does: index_select adds gradients in a fixed order, and indexing does not.
         hidden_ME = hidden_RE.index_select(0, rows_M)
         weight_VE, group = self.output_weight(), self.pg_collection.tp
+        if self.architecture.is_critic:
+            return (hidden_ME.float() @ weight_VE.float().t()).squeeze(1)
         shard = VocabularyShard(group.rank() * len(weight_VE), self.architecture.vocab_size, group)
         if params.gives_rows:
             # Detached, it stays what the parameter is now: one in host memory is taken back after the pass.
@@ -242,7 +248,7 @@ def build_chunks(
             max_sequence_length=architecture.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(**where),
             post_process=parallel_state.is_pipeline_last_stage(**where),
-            share_embeddings_and_output_weights=architecture.tied_embeddings,
+            share_embeddings_and_output_weights=architecture.tied_embeddings and not architecture.is_critic,
             position_embedding_type="rope",
             rotary_base=int(architecture.rope.base),
             vp_stage=vp_stage,
@@ -252,6 +258,8 @@ def build_chunks(
     with device or contextlib.nullcontext():
         chunks = [build_stage(vp_stage) for vp_stage in (range(num_virtual) if num_virtual else [None])]
         for chunk in chunks:
+            if architecture.is_critic and chunk.post_process:
+                chunk.output_layer = ValueHead(config)
             mark_tensor_parallel(chunk)
             freeze_router_biases(chunk)
             settle_expert_biases(chunk)
@@ -261,6 +269,17 @@ def build_chunks(
         if elementwise_backend == "invariant":
             importlib.import_module(INVARIANT).make_invariant(chunk)
     return chunks
+
+
+class ValueHead(torch.nn.Module):
+    """The output layer of a critic, whole on each rank; its values are 0 until it learns, or is loaded."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError("the model multiplies by the weight itself")
 
 
 def wrap(chunks: list[PackedGPTModel], ddp_config: DistributedDataParallelConfig) -> list[DistributedDataParallel]:
@@ -307,7 +326,7 @@ def named_shards(chunks: list[PackedGPTModel]) -> Iterator[tuple[str, torch.nn.P
 def named_places(chunks: Sequence[PackedGPTModel]) -> Iterator[tuple[PackedGPTModel, str, str]]:
     """Yield each parameter's chunk, its name there, and that in the whole model: layers and experts counted globally.
 
-    Adapters are left out.
+    Adapters and the output layer of a critic are left out.
     """
     experts_before = 0
     config = chunks[0].config
@@ -317,7 +336,7 @@ def named_places(chunks: Sequence[PackedGPTModel]) -> Iterator[tuple[PackedGPTMo
     for chunk in chunks:
         layers = [str(layer.layer_number - 1) for layer in chunk.decoder.layers]
         for name, _ in chunk.named_parameters():
-            if f".{ADAPTER}." not in name:
+            if f".{ADAPTER}." not in name and not (chunk.architecture.is_critic and name == "output_layer.weight"):
                 yield chunk, name, _global_name(name, layers, experts_before)
 
 

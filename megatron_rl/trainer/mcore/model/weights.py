@@ -104,7 +104,7 @@ class ModelWeights:
     def load_hf(self, folder: Path | str) -> None:
         """Fill the model from a Hugging Face folder, after every rank has checked the folder."""
         with self._session.run_or_raise_everywhere(lambda: _open(folder, self.mapping)) as checkpoint:
-            if self._session.rank == 0:
+            if self._session.rank == 0 and not self.architecture.is_critic:
                 for what, names in self._group_left_out(checkpoint.left_out).items():
                     some = f"{len(names)} tensors of {what}, such as {names[0]}"
                     _log.warning("%s in %s are not trained, and exports copy them", some, folder)

@@ -6,7 +6,7 @@ Letters: N targets.
 import collections
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -72,6 +72,8 @@ class ForwardStep:
         `record` takes the experts that the model's routers choose for batches.
         """
         self.trace = trace
+        self.others: list[Model] = []
+        """Models that are trained beside the one that the schedule runs."""
         self._record = record
         self.communicator = communicator
         self._temperature = temperature
@@ -106,6 +108,8 @@ class RoleAssignment:
     """Models without gradients that run next to the policy, in this order."""
     known: Mapping[str, Mapping[int, torch.Tensor]] = dataclasses.field(default_factory=dict)
     """The log-probs of models that ran earlier, by slot."""
+    trained: Mapping[str, Model] = dataclasses.field(default_factory=dict)
+    """Models that are trained beside the policy, in this order."""
     record: RoutingRecord | None = None
     """The experts of the old policy, which the policy's routers take: it is one of the frozen models, which is
     recorded, or ran earlier. None if the policy's routers choose."""
@@ -115,8 +119,9 @@ class PolicyStep(ForwardStep):
     """Runs a micro-batch of an update through the frozen models and the policy, and computes its GRPO loss.
 
     Each stage first runs a micro-batch through its part of the frozen models, without gradients, and then through its
-    part of the policy. Hidden states of the frozen models travel to the next stage in the policy's messages
-    (`piggyback.py`). Frozen models have no backward pass.
+    part of the policy and of the other models that are trained. The hidden states of these are one tensor, so that
+    Megatron's messages carry them and their gradients. Those of the frozen models, which have no backward pass, travel
+    to the next stage in the same messages (`piggyback.py`).
     """
 
     def __init__(
@@ -133,7 +138,10 @@ class PolicyStep(ForwardStep):
 
         Keep the log-probs of the iteration's first `num_kept` slots.
         """
-        super().__init__(temperature, trace, communicator=_open_piggyback(policy) if assignment.frozen else None)
+        self._widths = [_get_width(model) for model in (policy, *assignment.trained.values())]
+        carrier = _open_piggyback(policy, sum(self._widths)) if assignment.frozen else None
+        super().__init__(temperature, trace, communicator=carrier)
+        self.others = list(assignment.trained.values())
         self._assignment = assignment
         self._objective = objective
         self._scale = scale
@@ -152,11 +160,20 @@ class PolicyStep(ForwardStep):
             for name, output in frozen_outputs.items()
             if isinstance(output, TargetRows)
         ]
+        chunk = unwrap(model)
+        trained = {name: one[chunk.vp_stage or 0] for name, one in self._assignment.trained.items()}
+        self._divide_input([chunk, *map(unwrap, trained.values())])
         self._begin(POLICY, batch, model)
         record = self._assignment.record
-        routing = None if record is None else record.take(batch.index, unwrap(model))
-        output_tensor = model(batch.pack, self._temperature, self._with_entropies, routing, teachers)
-        if self.communicator is not None and not unwrap(model).post_process:
+        routing = None if record is None else record.take(batch.index, chunk)
+        outputs = [model(batch.pack, self._temperature, self._with_entropies, routing, teachers)]
+        for name, part in trained.items():
+            self._begin(name, batch, model)
+            outputs.append(part(batch.pack))
+        output_tensor = outputs[0]
+        if trained:
+            output_tensor = torch.column_stack(outputs) if chunk.post_process else torch.cat(outputs, dim=-1)
+        if self.communicator is not None and not chunk.post_process:
             states = [output for output in frozen_outputs.values() if isinstance(output, torch.Tensor)]
             self.communicator.put(output_tensor, states)
         share = self._objective.share(batch.num_targets, batch.num_responses)
@@ -177,6 +194,7 @@ class PolicyStep(ForwardStep):
             name: columns.pop(0) if isinstance(output, TargetRows) else output
             for name, output in frozen_outputs.items()
         }
+        of_models |= {name: columns.pop(0) for name in assignment.trained}
         of_models |= {name: of_slots[batch.index] for name, of_slots in assignment.known.items()}
         of_models[POLICY] = policy_N.detach()
         results = {name: of_models[model] for name, model in assignment.results.items() if batch.needs(name)}
@@ -211,6 +229,13 @@ class PolicyStep(ForwardStep):
             with _recorded(assignment.record if name == assignment.results[OLD] else None, batch, part):
                 outputs[name] = self._run_frozen(batch.pack, part, of_stage_before, gives_rows)
         return outputs
+
+    def _divide_input(self, chunks: Sequence[PackedGPTModel]) -> None:
+        """Give each of the trained models its part of the tensor that came from the stage before."""
+        hidden = chunks[0].decoder.input_tensor
+        if len(chunks) > 1 and hidden is not None:
+            for chunk, part in zip(chunks, hidden.split(self._widths, dim=-1), strict=True):
+                chunk.set_input_tensor([part.contiguous()])
 
     @torch.no_grad()
     def _run_frozen(
@@ -274,11 +299,25 @@ def _combine_models(results: Mapping[str, torch.Tensor], batch: Batch) -> dict[s
     return of_roles
 
 
-def _open_piggyback(policy: Model) -> Piggyback | None:
-    """Return the communicator for frozen hidden states; None if there is one stage."""
+def _get_width(model: Model) -> int:
+    return unwrap(model[0]).architecture.hidden_size if model else 0
+
+
+def _open_piggyback(policy: Model, width: int) -> Piggyback | None:
+    """Return the communicator for frozen hidden states, beside trained ones of this width; None for a lone stage."""
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
         return None
-    return Piggyback(get_model_config(policy[0]), unwrap(policy[0]).architecture.hidden_size)
+    return Piggyback(get_model_config(policy[0]), width)
+
+
+def _finalize_all(others: Sequence[Model]) -> Callable[..., None]:
+    """Return the function that completes the gradients of the model that it is given, and of others."""
+
+    def finalize(model: Model, *arguments: Any, **options: Any) -> None:
+        for one in (model, *others):
+            finalize_model_grads(list(one), *arguments, **options)
+
+    return finalize
 
 
 def run_schedule(
@@ -289,7 +328,7 @@ def run_schedule(
     Every `main_grad` receives the gradient of the sum of losses, over all replicas, unless `forward_only`.
     """
     config = get_model_config(model[0])
-    config.finalize_model_grads_func = None if forward_only else finalize_model_grads
+    config.finalize_model_grads_func = None if forward_only else _finalize_all(step.others)
     # Without it, an overlapped reduction starts after the number of micro-batches of the first call, and the gradients
     # of later micro-batches are lost.
     config.no_sync_func = _no_sync(model)

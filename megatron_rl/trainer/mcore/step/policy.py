@@ -12,6 +12,8 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron_rl.algorithm.roles.teacher import TEACHER
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import InputError
+from megatron_rl.shared.weights.files import Checkpoint
+from megatron_rl.shared.weights.mapping import SCORE
 from megatron_rl.trainer.mcore.model.frozen import copy_weights, freeze
 from megatron_rl.trainer.mcore.model.gpt import BuildModel, PackedGPTModel, build_model, unwrap, wrap
 from megatron_rl.trainer.mcore.model.lora import Adapters, Role, attach_adapters
@@ -33,7 +35,7 @@ BASE = "megatron_rl_base"
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """This rank's part of the policy."""
+    """This rank's part of the policy, or of a critic, which is trained likewise."""
 
     chunks: list[PackedGPTModel]
     wrapped: list[DistributedDataParallel]
@@ -43,10 +45,18 @@ class Policy:
     """The weights as they are exported, with adapters merged into them."""
     base: "Base | None" = None
     """The frozen model that adapters are trained on; None if all weights are trained."""
+    start: str = ""
+    """The fingerprint of a critic's first weights."""
 
     def update(self, scale: float) -> UpdateResult:
         """Multiply the accumulated gradients by `scale`, step, and clear them."""
         return apply_update(self.optimizer, self.scheduler, self.wrapped, scale)
+
+    def forget_gradients(self) -> None:
+        """Clear the accumulated gradients without an update."""
+        for chunk in self.wrapped:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
 
     def synchronize(self) -> None:
         """Bring parameters that are gathered late up to date, so that they can be read."""
@@ -92,6 +102,33 @@ class Base:
         importlib.import_module(_ADAPTER_FILES).save_adapters(
             self.adapters, session, folder, dtype, self.folder, self.fingerprint
         )
+
+
+def build_critic(settings: Settings, session: Session, num_updates: int) -> Policy:
+    """Build the critic with the weights of its folder and a fresh optimizer; the settings are its own."""
+    chunks, folder = build_model(settings), settings.model.hf_model
+    assert folder is not None
+    weights = ModelWeights(chunks, session)
+    weights.load_hf(folder)
+    session.run_or_raise_everywhere(lambda: _load_values(chunks[-1], folder))
+    wrapped = wrap(chunks, settings.ddp)
+    optimizer = build_optimizer(settings, wrapped)
+    scheduler = build_scheduler(settings, optimizer, num_updates)
+    return Policy(chunks, wrapped, optimizer, scheduler, weights, start=weights.fingerprint())
+
+
+def _load_values(chunk: PackedGPTModel, folder: Path) -> None:
+    """Load the output layer of a critic, if the folder has that of a classifier with one number."""
+    with Checkpoint(folder) as checkpoint:
+        if not chunk.post_process or SCORE not in checkpoint.names():
+            return
+        place, found = chunk.output_weight(), checkpoint.tensor(SCORE)
+        if place.shape != found.shape:
+            raise InputError(
+                f"--critic {folder}: {SCORE} has shape {list(found.shape)}, and a critic's has {list(place.shape)}: "
+                f"write a classifier with one number, or a language model"
+            )
+        place.data.copy_(found)
 
 
 def build_base(

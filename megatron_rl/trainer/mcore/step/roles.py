@@ -4,12 +4,13 @@ This knows the policy, which is trained, and the old policy, which is the policy
 is a frozen model with a name (`algorithm.roles`).
 """
 
+import dataclasses
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from megatron_rl.algorithm.declaration import OLD, POLICY, find_role
+from megatron_rl.algorithm.declaration import CRITIC, OLD, OLD_CRITIC, POLICY, find_role
 from megatron_rl.config.settings import Settings
 from megatron_rl.trainer.data.slots import IterationSlots, UpdateSlots
 from megatron_rl.trainer.mcore.model.frozen import copy_weights, freeze
@@ -55,16 +56,21 @@ class TriModel:
         temperature: float,
         replays_routing: bool = False,
         keep: Callable[[Model, Model], None] = copy_weights,
+        critic: Model | None = None,
+        old_critic: Model | None = None,
     ):
         """Have `keep` copy the policy's weights into `old` when needed; an iteration with one update needs no `old`.
 
-        With `replays_routing`, the policy's routers take the experts that the old policy's choose.
+        With `replays_routing`, the policy's routers take the experts that the old policy's choose. A `critic` is
+        trained too, and an iteration with several updates also needs an `old_critic`.
         """
         self._policy = policy
         self._replays_routing = replays_routing
         self._others = others
         self._old = old
         self._keep = keep
+        self._trained = {} if critic is None else {CRITIC: critic}
+        self._old_critic = old_critic
         self.temperature = temperature
 
     def assign(self, micro_batches: UpdateSlots, update: int, equal: Collection[str]) -> RoleAssignment:
@@ -72,19 +78,27 @@ class TriModel:
         if update == 0:
             results = {name: POLICY if name in equal else name for name in others}
             frozen = {name: model for name, model in others.items() if name not in equal}
-            return RoleAssignment({OLD: POLICY, **results}, frozen)
+            return self._add_critic(RoleAssignment({OLD: POLICY, **results}, frozen))
         start = self._find_start(equal)
         results = {name: start if name in equal else name for name in others}
         frozen = {OLD: self._get_old()} if start == OLD else {}
         frozen |= {name: model for name, model in others.items() if results[name] == name}
-        return RoleAssignment(
-            {OLD: start, **results}, frozen, record=RoutingRecord() if self._replays_routing else None
-        )
+        if self._old_critic is not None:
+            frozen[OLD_CRITIC], results[OLD_CRITIC] = self._old_critic, OLD_CRITIC
+        record = RoutingRecord() if self._replays_routing else None
+        return self._add_critic(RoleAssignment({OLD: start, **results}, frozen, record=record))
+
+    def _add_critic(self, assignment: RoleAssignment) -> RoleAssignment:
+        results = {**assignment.results, **{name: name for name in self._trained}}
+        return dataclasses.replace(assignment, results=results, trained=self._trained)
 
     def keep_old(self, slots: IterationSlots, equal: Collection[str]) -> None:
         # The pass before has gathered the parameters that are gathered late.
         if self._find_start(equal) == OLD:
             self._keep(self._policy, self._get_old())
+        if self._trained:
+            assert self._old_critic is not None
+            copy_weights(self._trained[CRITIC], self._old_critic)
 
     def _find_start(self, equal: Collection[str]) -> str:
         """Return a model with the weights of the iteration's start that all groups need; the old policy if none is."""
@@ -153,6 +167,7 @@ def build_roles(
     others: Mapping[str, FrozenModel],
     num_updates: int,
     trace: "StepTrace | None" = None,
+    critic: Policy | None = None,
 ) -> Roles:
     """Build the roles that --tri-model names. An iteration with one update keeps no old policy."""
     models = {name: other.chunks for name, other in others.items()}
@@ -160,13 +175,22 @@ def build_roles(
     replays_old = settings.algorithm.replay_routing
     if settings.loop.tri_model == "separate":
         return SeparateRoles(policy.wrapped, models, temperature, trace, replays_old)
+    host = session.platform if settings.loop.frozen_offload else None
+    trained, old_critic = None if critic is None else critic.wrapped, None
+    if settings.critic is not None and num_updates > 1:
+        old_critic = freeze(build_model(settings.critic), host)
     if policy.base is not None:
         adapters = policy.base.adapters
         inner = [chunk.module for chunk in policy.wrapped]
         return TriModel(
-            policy.wrapped, models, adapters.play(inner, Role.OLD), temperature, keep=lambda *_: adapters.keep()
+            policy.wrapped,
+            models,
+            adapters.play(inner, Role.OLD),
+            temperature,
+            keep=lambda *_: adapters.keep(),
+            critic=trained,
+            old_critic=old_critic,
         )
-    host = session.platform if settings.loop.frozen_offload else None
     old = None
     if num_updates > 1:
         old_chunks = build_model(settings)
@@ -176,4 +200,4 @@ def build_roles(
         for other in others.values() if replays_old else ():
             # It is the old policy too while it has its weights.
             replay_routing(other.models)
-    return TriModel(policy.wrapped, models, old, temperature, replays_old)
+    return TriModel(policy.wrapped, models, old, temperature, replays_old, critic=trained, old_critic=old_critic)

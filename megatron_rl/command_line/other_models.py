@@ -1,8 +1,10 @@
-"""The settings of each teacher: a model of another architecture, on the policy's ranks and in its precision."""
+"""The settings of teachers and critic: models of other architectures, on the policy's ranks and in its precision."""
 
+import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron_rl.algorithm.settings import name_teachers
 from megatron_rl.command_line.backends import choose_backends
@@ -11,6 +13,7 @@ from megatron_rl.command_line.mode_checks import check_batch_invariant
 from megatron_rl.command_line.model_checks import DIVISION_CHECKS, PP
 from megatron_rl.command_line.resolve import build_configs, resolve_fields
 from megatron_rl.config.settings import DraftSettings
+from megatron_rl.config.trainer import LoraConfig
 from megatron_rl.errors import InputError
 from megatron_rl.flag import Flag
 from megatron_rl.flag_parser import Given
@@ -18,16 +21,18 @@ from megatron_rl.platforms import Platform
 from megatron_rl.shared.weights.families import read_architecture
 from megatron_rl.types import Architecture
 
-_FLAG = "--teacher"
-# Values that divide the policy's layers, and those that concern training alone.
+_TEACHER, _CRITIC = "--teacher", "--critic"
+# Values that divide the policy's layers.
 _OF_POLICY = (
     "layout.",
     "transformer.num_layers_in_first_pipeline_stage",
     "transformer.num_layers_in_last_pipeline_stage",
     "transformer.account_for_",
     "transformer.pipeline_model_parallel_layout",
-    "transformer.recompute_",
 )
+# Values that concern training alone, and those that concern the policy's routers.
+_OF_TRAINING = ("transformer.recompute_",)
+_OF_ROUTERS = ("transformer.moe_aux_loss_coeff", "transformer.moe_z_loss_coeff")
 _OF_EXPERTS = ("transformer.moe_", "transformer.expert_")
 
 
@@ -40,14 +45,38 @@ def resolve_teachers(
     """
     teachers, problems = dict[str, DraftSettings](), list[str]()
     for name, folder in name_teachers(settings.algorithm.teacher).items():
-        teacher, of_teacher = _resolve_teacher(folder, settings, flags, given, platform, chip)
+        teacher, of_teacher = _resolve(_TEACHER, folder, settings, flags, given, platform, chip)
         problems += of_teacher
         if teacher is not None:
             teachers[name] = teacher
     return teachers, problems
 
 
-def _resolve_teacher(
+def resolve_critic(
+    settings: DraftSettings, flags: Sequence[Flag], given: Mapping[str, Given], platform: Platform, chip: str | None
+) -> tuple[DraftSettings | None, list[str]]:
+    """Return the critic's settings, likewise: it has no adapters, and its gradients are reduced after the last one."""
+    algorithm, folder = settings.algorithm, settings.model.hf_model
+    assert algorithm.critic is not None and folder is not None
+    folder = folder if algorithm.critic == "policy" else Path(algorithm.critic)
+    ddp = _change(settings.ddp, overlap_grad_reduce=False, overlap_param_gather=False)
+    rate = algorithm.critic_lr or settings.optimizer.lr
+    least = settings.optimizer.min_lr if rate is None else min(settings.optimizer.min_lr or 0.0, rate)
+    optimizer = _change(settings.optimizer, overlap_param_gather=False, lr=rate, min_lr=least)
+    trained = dataclasses.replace(settings, lora=LoraConfig(), ddp=ddp, optimizer=optimizer)
+    return _resolve(_CRITIC, folder, trained, flags, given, platform, chip)
+
+
+def _change(config: Any, **values: Any) -> Any:
+    """Return a copy of one of Megatron's configurations with other values."""
+    changed = copy.copy(config)
+    for name, value in values.items():
+        setattr(changed, name, value)
+    return changed
+
+
+def _resolve(
+    flag: str,
     folder: Path,
     settings: DraftSettings,
     flags: Sequence[Flag],
@@ -56,33 +85,38 @@ def _resolve_teacher(
     chip: str | None,
 ) -> tuple[DraftSettings | None, list[str]]:
     try:
-        architecture = read_architecture(folder, flag=_FLAG)
+        architecture = read_architecture(folder, flag=flag)
     except InputError as error:
-        return None, [f"{_FLAG} {folder}: {error}"]
+        return None, [f"{flag} {folder}: {error}"]
+    if flag == _CRITIC:
+        architecture = dataclasses.replace(architecture, tied_embeddings=True, is_critic=True)
     model = dataclasses.replace(settings.model, hf_model=folder, linear_attention_backend="auto")
-    fields = resolve_fields(flags, _select(given, settings, architecture), architecture, platform)
+    fields = resolve_fields(flags, _select(flag, given, settings, architecture), architecture, platform)
     configs, problems = build_configs(fields)
     draft = dataclasses.replace(settings, model=model, architecture=architecture, transformer=configs["transformer"])
     problems += [problem for check in DIVISION_CHECKS for problem in check(draft, architecture)]
     problems += [*check_length(draft, architecture), *check_batch_invariant(draft)]
-    problems += _check_vocabulary(settings, architecture)
+    problems += _check_vocabulary(flag, settings, architecture)
     stages = _count_stages(settings)
     if architecture.num_layers < stages:
         problems.append(f"it has {architecture.num_layers} layers for {stages} stages: lower {PP}, or virtual stages")
     draft = choose_backends(draft, architecture, chip, problems.extend)
-    return draft, [f"{_FLAG} {folder}: {problem}" for problem in problems]
+    return draft, [f"{flag} {folder}: {problem}" for problem in problems]
 
 
-def _select(given: Mapping[str, Given], settings: DraftSettings, architecture: Architecture) -> dict[str, Given]:
-    """Select the values of the policy that are the teacher's too, and divide its layers over the same stages."""
-    left_out = _OF_POLICY if architecture.experts is not None else _OF_POLICY + _OF_EXPERTS
+def _select(
+    flag: str, given: Mapping[str, Given], settings: DraftSettings, architecture: Architecture
+) -> dict[str, Given]:
+    """Select the values of the policy that are this model's too, and divide its layers over the same stages."""
+    left_out = _OF_POLICY + (_OF_ROUTERS if flag == _CRITIC else _OF_TRAINING)
+    left_out = left_out if architecture.experts is not None else left_out + _OF_EXPERTS
     selected = {target: one for target, one in given.items() if not target.startswith(left_out)}
     virtual, stages = settings.parallel_sizes.virtual_pipeline, _count_stages(settings)
     if architecture.num_layers % stages:
         layout = _divide_layers(architecture.num_layers, stages)
-        selected["transformer.pipeline_model_parallel_layout"] = Given(layout, _FLAG)
+        selected["transformer.pipeline_model_parallel_layout"] = Given(layout, flag)
     if virtual is not None:
-        selected["layout.num_virtual_stages"] = Given(virtual, _FLAG)
+        selected["layout.num_virtual_stages"] = Given(virtual, flag)
     return selected
 
 
@@ -97,14 +131,17 @@ def _divide_layers(num_layers: int, stages: int) -> str:
     return "E" + "|".join("t" * count for count in counts) + "L"
 
 
-def _check_vocabulary(settings: DraftSettings, architecture: Architecture) -> list[str]:
+def _check_vocabulary(flag: str, settings: DraftSettings, architecture: Architecture) -> list[str]:
     """Compare the rows of output layers; whether the tokens are the same, the run checks with both tokenizers."""
     policy = settings.architecture
     if policy is None or policy.vocab_size == architecture.vocab_size:
         return []
-    if settings.algorithm.opd_divergence == "sampled" and architecture.vocab_size > policy.vocab_size:
+    is_sampled = flag == _CRITIC or settings.algorithm.opd_divergence == "sampled"
+    if is_sampled and architecture.vocab_size > policy.vocab_size:
         # They are padding, since the tokens are the same.
         return []
+    if flag == _CRITIC:
+        return [f"it has {architecture.vocab_size} tokens, and the policy {policy.vocab_size}: write one with as many"]
     return [
         f"its output layer has {architecture.vocab_size} rows, and the policy's {policy.vocab_size}: write a teacher "
         f"with as many, or --opd-divergence sampled if it has more"

@@ -1,0 +1,93 @@
+"""Updates of policy and critic against PPO's formulas on padded sequences, with advantages by a recursion."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests import hf_models
+from tests.distributed.grpo_trials import Seen
+from tests.distributed.test_grpo_step import Twins, check, remember_twins, run
+from tests.grpo_problem import SEQUENCE, TRUNCATED, Problem, Trial, draw_problem
+from tests.grpo_twin import CRITIC, Judging, Rules, Teaching
+
+pytestmark = pytest.mark.each_change
+
+FORMS = {
+    "one lambda": {},
+    "two lambdas, discounted, clipped": {"decay": 0.8, "own_decay": 1.0, "discount": 0.95, "clip": 0.05},
+    "lambda by length": {"alpha": 0.15, "own_decay": 1.0},
+}
+OF_LAYOUTS = [
+    *(("DP2", 2, form) for form in FORMS),
+    *(("TP2", 4, form) for form in FORMS),
+    ("TP2+SP", 4, "two lambdas, discounted, clipped"),
+    ("PP2", 4, "one lambda"),
+    ("PP2", 4, "lambda by length"),
+    ("PP2xVPP2", 4, "two lambdas, discounted, clipped"),
+    ("CP2", 4, "one lambda"),
+    ("CP2xPP2", 4, "lambda by length"),
+    ("TP2xPP2", 4, "two lambdas, discounted, clipped"),
+]
+
+
+def draw_critic(folder: Path, name: str = "llama_biased", **changes: int) -> Path:
+    """Draw a critic of another family, width and depth."""
+    hf_models.draw(name, folder, seed=4, **{"num_hidden_layers": 5, "hidden_size": 80, **changes})
+    file = folder / "model.safetensors"
+    width = load_file(file)["model.norm.weight"].shape[0]
+    score = 0.3 * torch.randn(1, width, generator=torch.Generator().manual_seed(5))
+    save_file({**load_file(file), "score.weight": score}, file, metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module")
+def problem(folder: Path) -> Problem:
+    return draw_problem(folder, has_environments=True)
+
+
+@pytest.fixture(scope="module")
+def critic(folder: Path) -> Path:
+    return draw_critic(folder / "critic")
+
+
+def rules_of(judging: Judging, rules: Rules = TRUNCATED) -> Rules:
+    return dataclasses.replace(rules, advantage="gae", judging=judging)
+
+
+def trials_of(critic: Path) -> list[Trial]:
+    rules = {name: rules_of(Judging(critic, **form)) for name, form in FORMS.items()}
+    return [Trial(layout, size, dataclasses.replace(rules[form], name=form)) for layout, size, form in OF_LAYOUTS]
+
+
+@pytest.fixture(scope="module")
+def computed(problem: Problem, critic: Path) -> dict[Trial, list[Seen]]:
+    return run(problem, trials_of(critic))
+
+
+@pytest.fixture(scope="module")
+def twins(problem: Problem):
+    return remember_twins(problem)
+
+
+@pytest.mark.parametrize("number", range(len(OF_LAYOUTS)), ids=lambda number: ", ".join(map(str, OF_LAYOUTS[number])))
+def test_updates_with_a_critic_equal_the_dense_formulas(number, computed, twins, critic) -> None:
+    trial = trials_of(critic)[number]
+    check(trial, computed[trial], twins(trial))
+    assert any(name.startswith(CRITIC) for name in computed[trial][0].gradients)
+
+
+def test_a_critic_trains_beside_a_teacher_and_as_a_mean_over_responses(problem, critic, folder) -> None:
+    teacher = hf_models.draw("qwen3", folder / "teacher", seed=3, hidden_size=48)
+    rules = dataclasses.replace(rules_of(Judging(critic), SEQUENCE), teaching=Teaching(teacher, "reverse", top_k=5))
+    trials = [Trial("PP2", 4, rules), Trial("PP2xVPP2", 4, rules), Trial("TP2xPP2", 4, rules)]
+    seen, expected = run(problem, trials), Twins(problem, trials[0])
+    for trial in trials:
+        check(trial, seen[trial], expected)
