@@ -32,5 +32,5 @@ def test_a_step_keeps_the_log_probs_of_the_first_slots_alone() -> None:
     step = PolicyStep([], RoleAssignment(), Objective(AlgorithmConfig(), 8), temperature=1.0, scale=1.0, num_kept=2)
     for index in range(4):
         log_probs_N = torch.full((3,), -1.0 - index, requires_grad=True)
-        step.loss_func(make_batch(index), [], log_probs_N)
+        step.loss_func(make_batch(index), {}, log_probs_N)
     assert {index: kept_N.tolist() for index, kept_N in step.kept.items()} == {0: [-1.0] * 3, 1: [-2.0] * 3}

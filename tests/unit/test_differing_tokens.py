@@ -86,7 +86,7 @@ def score(batch: Batch, tokens: Tokens) -> Statistics:
     """Return a micro-batch's statistics for a model that gives the trainer's log-probs."""
     step = PolicyStep([], RoleAssignment(), Objective(AlgorithmConfig(), 20), 1.0, 1.0)
     given = [tokens.trainer[token] for token in batch.pack.target_tokens_N.tolist()]
-    _, report = step.loss_func(batch, [], torch.from_numpy(np.array(given)))
+    _, report = step.loss_func(batch, {}, torch.from_numpy(np.array(given)))
     found: Statistics = report["statistics"]
     return found
 

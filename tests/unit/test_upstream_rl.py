@@ -144,7 +144,7 @@ def our_update(
             }
         assignment = RoleAssignment({role: role for role in known}, known=known)
         output_tensor = log_probs(policy, tokens_N, batch.pack.target_tokens_N)
-        loss, _ = PolicyStep([], assignment, objective, 1.0, 1.0).loss_func(batch, [], output_tensor)
+        loss, _ = PolicyStep([], assignment, objective, 1.0, 1.0).loss_func(batch, {}, output_tensor)
         loss.backward()
         total += loss.item()
         share += objective.share(batch.num_targets, batch.num_responses)
