@@ -178,6 +178,7 @@ BENCHMARKS: Mapping[str, Mapping[str, str]] = {
         "teacher_top_64_vs_without": "the same, the divergence over the teacher's 64 likeliest tokens and the others",
         "teacher_reverse_vs_without": "the same, KL(policy, teacher) over the vocabulary",
         "teacher_jsd_vs_without": "the same, the divergence from the mixture",
+        "critic_vs_without": "a pass with a critic of the policy's size / without one",
     },
     "log_probs_memory": {
         "logprob_peak_vs_logits": "the same, in a process of its own",

@@ -1,8 +1,9 @@
-"""Time a pass of the policy with a teacher of its size against the same pass without one, in turns.
+"""Time a pass of the policy with a teacher or a critic of its size against the same pass without, in turns.
 
 Two stages with a core each, 8 micro-batches, the first update of an iteration: the policy alone has gradients, and no
 other role is computed. The teacher gives log-probs of the sampled tokens, or its distribution over the vocabulary.
-Seconds are counted until the slowest rank is done. A model's forward pass is a third of its pass with gradients.
+A critic has a pass with gradients of its own, and no output layer to speak of. Seconds are counted until the slowest
+rank is done. A model's forward pass is a third of its pass with gradients.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from megatron_rl.trainer.data.device_copier import DeviceCopier
 from megatron_rl.trainer.data.slots import Identity, IterationSlots
 from megatron_rl.trainer.loop.learner import Learner
 from megatron_rl.trainer.mcore.session import start_session
-from megatron_rl.trainer.mcore.step.policy import build_policy, build_teacher
+from megatron_rl.trainer.mcore.step.policy import build_critic, build_policy, build_teacher
 from megatron_rl.trainer.mcore.step.roles import TriModel
 from tests import hf_models
 from tests.distributed.grpo_trials import Source, build_batcher
@@ -42,6 +43,7 @@ FORMS = {
     "top 64": "--opd-divergence reverse --opd-top-k 64",
     "reverse": "--opd-divergence reverse",
     "jsd": "--opd-divergence jsd",
+    "critic": "--algorithm ppo --critic policy",
 }
 
 Times = dict[str, list[float]]
@@ -59,7 +61,9 @@ def main() -> None:
         problem, teacher = _draw(Path(folder))
         times = run_ranks(_time, STAGES, problem, teacher, arguments.rounds, timeout=600)[0]
     ratios = {
-        f"teacher_{name.replace(' ', '_')}_vs_without": [a / b for a, b in zip(of_form, times["without"], strict=True)]
+        f"{name if name == 'critic' else 'teacher_' + name.replace(' ', '_')}_vs_without": [
+            a / b for a, b in zip(of_form, times["without"], strict=True)
+        ]
         for name, of_form in times.items()
         if name != "without"
     }
@@ -76,7 +80,8 @@ def _draw(folder: Path) -> tuple[Problem, Path]:
 
 def _time(problem: Problem, teacher: Path, rounds: int) -> Times:
     """Return the seconds of each form, which take turns."""
-    flags = {name: f"{FLAGS} --teacher {teacher} {words}" if words else FLAGS for name, words in FORMS.items()}
+    teaching = f"--teacher {teacher} "
+    flags = {name: f"{FLAGS} {teaching * ('opd' in words)}{words}" for name, words in FORMS.items()}
     settings = {name: settings_of(problem.policy, words) for name, words in flags.items()}
     times: Times = defaultdict(list)
     with start_session(settings["without"]) as session:
@@ -85,10 +90,18 @@ def _time(problem: Problem, teacher: Path, rounds: int) -> Times:
         sizes = compute_sizes(settings["without"], session.num_replicas)
         policy = build_policy(settings["without"], session, 1)
         others = {"teacher": build_teacher(settings["sampled"], session, "teacher").chunks}
+        assert settings["critic"].critic is not None
+        critic = build_critic(settings["critic"].critic, session, 1)
         learners = {
             name: Learner(
                 policy,
-                TriModel(policy.wrapped, {} if name == "without" else others, None, 1.0),
+                TriModel(
+                    policy.wrapped,
+                    others if one.teachers else {},
+                    None,
+                    1.0,
+                    critic=None if one.critic is None else critic.wrapped,
+                ),
                 Objective(one.algorithm, sizes.longest_response),
                 session,
             )
@@ -96,16 +109,17 @@ def _time(problem: Problem, teacher: Path, rounds: int) -> Times:
         }
         identity = Identity("run", 0, "fingerprint")
         source = Source(problem, sizes.division, session.replica, identity, is_shuffled=False)
-        batcher = build_batcher(settings["without"], session.device)
+        batchers = {name: build_batcher(one, session.device) for name, one in settings.items()}
         for number in range(rounds + 1):
             for name in in_turns(FORMS, number):
-                slots = IterationSlots(source.slot, batcher, sizes.division, identity, DeviceCopier(session.platform))
+                copier = DeviceCopier(session.platform)
+                slots = IterationSlots(source.slot, batchers[name], sizes.division, identity, copier)
                 slots.wait_for_all()
                 start = max(session.gather(time.monotonic()))
                 learners[name].forward_backward(slots, 0)
                 seconds = max(session.gather(time.monotonic())) - start
                 slots.close()
-                for chunk in policy.wrapped:
+                for chunk in (*policy.wrapped, *critic.wrapped):
                     chunk.zero_grad_buffer()
                 # The first round prepares what the others find ready.
                 if number > 0:
