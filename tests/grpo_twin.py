@@ -68,7 +68,7 @@ WEIGHTS = {"exact": 1.0, "length": -0.5}
 
 
 CRITIC = "critic."
-"""What the names of a critic's parameters begin with."""
+"""The begin of the names of a critic's parameters."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -176,7 +176,7 @@ class Advantage:
     compares: bool = True
     """Responses are compared with the others of their group, which must have others."""
     takes_critic: bool = False
-    """What is computed are rewards, of which the critic makes advantages."""
+    """The results are rewards, of which the critic makes advantages."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,6 @@ from megatron_rl.algorithm.library import (
     reinforce_plus_plus,
     rloo,
     sapo,
-    vapo,
 )
 
 ALGORITHMS: Mapping[str, Algorithm] = {
@@ -37,7 +36,7 @@ ALGORITHMS: Mapping[str, Algorithm] = {
     "gdpo": gdpo.GDPO,
     "dppo": dppo.DPPO,
     "opd": opd.OPD,
-    "vapo": vapo.VAPO,
+    "vapo": ppo.VAPO,
 }
 
 

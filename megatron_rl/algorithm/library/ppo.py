@@ -91,3 +91,22 @@ PPO = Algorithm(
         Preset("ppo_clip", {**CLIP, "advantage": "mean", "aggregation": "token"}, remark="without its critic"),
     ),
 )
+
+VAPO = Algorithm(
+    Paper("VAPO", "https://arxiv.org/abs/2504.05118"),
+    presets=(
+        Preset(
+            "vapo",
+            {
+                "loss": "clip",
+                "clamp_eps_lower": 0.2,
+                "clamp_eps_upper": 0.28,
+                "advantage": "gae",
+                "critic_lambda": 1.0,
+                "gae_length_alpha": 0.05,
+                "aggregation": "token",
+            },
+            remark="its critic learns whole returns; needs `--critic`, and its warm-up helps",
+        ),
+    ),
+)

@@ -217,7 +217,7 @@ def _sum_up_teacher(
 
 
 def _keep_largest(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Return each row's largest values, as many as the first part has."""
+    """Return the largest values of each row, in the number that the first part has."""
     return torch.cat(parts, dim=1).topk(parts[0].shape[1], dim=1).values
 
 

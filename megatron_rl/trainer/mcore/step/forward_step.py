@@ -288,7 +288,7 @@ def _recorded(
 
 
 def _combine_models(results: Mapping[str, torch.Tensor], batch: Batch) -> dict[str, torch.Tensor]:
-    """Return the result of each role: of several models in it, each target's is of its own."""
+    """Return the result of each role: if it has several models, each target gets that of its own model."""
     of_roles: dict[str, torch.Tensor] = {}
     for name, result_N in results.items():
         role = find_role(name)
