@@ -277,9 +277,9 @@ def _is_training(span: Span) -> bool:
 
 def _explain_metrics(records: _Records) -> Iterator[Finding]:
     equal = _share(records, ("reward", "all_equal_groups"), ("groups",))
-    # A teacher has a signal wherever it differs from the policy.
-    is_taught = any("teacher_kl" in record for record in records)
-    if equal is not None and equal > WITHOUT_SIGNAL and not is_taught:
+    # A teacher has a signal wherever it differs from the policy, and a critic where rewards are not as it expects.
+    has_other = any("teacher_kl" in record or "critic" in record for record in records)
+    if equal is not None and equal > WITHOUT_SIGNAL and not has_other:
         yield Finding(
             "no signal", equal, WITHOUT_SIGNAL,
             f"no signal: in {equal:.0%} of groups all responses get the same reward, above {WITHOUT_SIGNAL:.0%}: "

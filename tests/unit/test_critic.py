@@ -149,6 +149,8 @@ def test_flags_and_folders_of_a_critic_that_do_not_fit_are_named(words, tmp_path
     flat = folder(tmp_path / "flat", dataclasses.replace(QWEN3, num_layers=1))
     pipeline = "--algorithm ppo --pipeline-model-parallel-size 2"
     assert "it has 1 layers for 2 stages" in error(*policy, pipeline, "--critic", flat, world_size=2)
+    assert "--grpo-group-size 1 must be at least 2: a response is compared" in error(*policy, "--grpo-group-size 1")
+    assert parse(*words, "--algorithm ppo --grpo-group-size 1").algorithm.group_size == 1
     few = folder(tmp_path / "few", dataclasses.replace(QWEN3, vocab_size=190))
     assert "it has 190 tokens, and the policy 200" in error(*policy, "--algorithm ppo --critic", few)
 

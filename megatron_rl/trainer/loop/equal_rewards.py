@@ -6,6 +6,7 @@ Pure. Such iterations come in streaks. A warning says that a streak begins, and 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from megatron_rl.algorithm.library import ADVANTAGES
 from megatron_rl.config.settings import Settings
 
 
@@ -36,12 +37,14 @@ class EqualRewards:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._length = 0
+        advantage = ADVANTAGES.get(settings.algorithm.advantage)
+        self._compares = advantage is None or advantage.compares
 
     def follow(self, metrics: Mapping[str, Any]) -> str | None:
         """Return the line after an iteration with these metrics, if there is one."""
         groups, equal = metrics["groups"], metrics["reward"]["all_equal_groups"]
         # Failures, which all have the same reward, are told by themselves.
-        if self._settings.algorithm.advantage != "none" and equal == groups and _share_of_failures(metrics) < 1:
+        if self._compares and equal == groups and _share_of_failures(metrics) < 1:
             self._length += 1
             return self._warn(groups) if self._length == 1 else None
         length, self._length = self._length, 0
@@ -70,8 +73,6 @@ def _list_other_terms(settings: Settings) -> Iterator[str]:
     algorithm, transformer = settings.algorithm, settings.transformer
     if algorithm.advantage == "global":
         yield "the distance to the mean reward of the iteration before (--grpo-advantage global)"
-    if algorithm.critic is not None:
-        yield "what the critic did not expect (--critic)"
     if algorithm.advantage == "gdpo":
         yield "reward functions whose values differ where their sums do not (--grpo-advantage gdpo)"
     if algorithm.kl_beta:
