@@ -22,7 +22,7 @@ from megatron_rl.trainer.data.device_copier import DeviceCopier
 from megatron_rl.trainer.data.slots import Identity, IterationSlots
 from megatron_rl.trainer.loop.learner import Learner
 from megatron_rl.trainer.mcore.session import start_session
-from megatron_rl.trainer.mcore.step.policy import build_critic, build_policy, build_teacher
+from megatron_rl.trainer.mcore.step.policy import build_critic, build_frozen, build_policy
 from megatron_rl.trainer.mcore.step.roles import TriModel
 from tests import hf_models
 from tests.distributed.grpo_trials import Source, build_batcher
@@ -89,7 +89,7 @@ def _time(problem: Problem, teacher: Path, rounds: int) -> Times:
         os.sched_setaffinity(0, {cores[session.rank % len(cores)]})
         sizes = compute_sizes(settings["without"], session.num_replicas)
         policy = build_policy(settings["without"], session, 1)
-        others = {"teacher": build_teacher(settings["sampled"], session, "teacher").chunks}
+        others = {"teacher": build_frozen(settings["sampled"], session, "teacher").chunks}
         assert settings["critic"].critic is not None
         critic = build_critic(settings["critic"].critic, session, 1)
         learners = {
@@ -97,7 +97,7 @@ def _time(problem: Problem, teacher: Path, rounds: int) -> Times:
                 policy,
                 TriModel(
                     policy.wrapped,
-                    others if one.teachers else {},
+                    others if one.frozen else {},
                     None,
                     1.0,
                     critic=None if one.critic is None else critic.wrapped,

@@ -8,6 +8,7 @@ Letters: N targets, K responses of a group.
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_rl.types import Divergence
@@ -83,6 +84,10 @@ class LossRole:
     """Computes the role's part in the loss from the roles' results and the settings."""
     find_divergence: Callable[[Any], Divergence | None] = lambda config: None
     """Returns the divergence that the settings need in place of the log-probs of targets; None if they need these."""
+    flag: str = ""
+    """The flag that names the folders of its models."""
+    find_models: Callable[[Any], Mapping[str, Path]] = lambda config: {}
+    """Returns the folders of its models, if these are frozen and have architectures of their own, by their names."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from megatron_rl.algorithm.declaration import Advantage, Loss, RoleLogProbs, Surrogate, Targets
-from megatron_rl.algorithm.plug_ins import Metric, find_advantage, find_loss, find_metrics
-from megatron_rl.algorithm.roles import ROLES
+from megatron_rl.algorithm.declaration import Advantage, Loss, LossRole, RoleLogProbs, Surrogate, Targets
+from megatron_rl.algorithm.plug_ins import Metric, find_advantage, find_loss, find_metrics, find_roles
 from megatron_rl.algorithm.sequences import Sequences
 from megatron_rl.algorithm.settings import AlgorithmConfig
 from megatron_rl.types import Divergence
@@ -142,7 +141,7 @@ class Objective:
     def divergences(self) -> dict[str, Divergence]:
         """The divergences from roles that give no log-probs, by the names of the roles."""
         of_roles = {
-            name: role.find_divergence(self.config) for name, role in ROLES.items() if role.is_used(self.config)
+            name: role.find_divergence(self.config) for name, role in self._roles.items() if role.is_used(self.config)
         }
         return {name: divergence for name, divergence in of_roles.items() if divergence is not None}
 
@@ -164,7 +163,9 @@ class Objective:
         if self._advantage.takes_critic:
             log_probs = dataclasses.replace(log_probs, rewards_N=advantages_N)
             advantages_N = torch.zeros_like(advantages_N)
-        terms = [role.compute(log_probs, sequences, config) for name, role in ROLES.items() if name in log_probs.others]
+        terms = [
+            role.compute(log_probs, sequences, config) for name, role in self._roles.items() if name in log_probs.others
+        ]
         for term in terms:
             if term.advantages_N is not None:
                 advantages_N = advantages_N + term.advantages_N
@@ -200,6 +201,10 @@ class Objective:
             }
             maxima = {"mismatch": mismatch_N.abs().max() if len(mismatch_N) else mismatch_N.new_zeros(())}
         return total, Statistics(sums, maxima)
+
+    @functools.cached_property
+    def _roles(self) -> Mapping[str, LossRole]:
+        return find_roles(self.config)
 
     @functools.cached_property
     def _loss(self) -> Loss:

@@ -18,11 +18,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_rl.algorithm.declaration import ScoredGroup, Targets
+from megatron_rl.algorithm.declaration import RoleLogProbs, ScoredGroup, Targets, Term
 from megatron_rl.algorithm.library import LOSS_FIELDS
 from megatron_rl.algorithm.plug_ins import (
     ADVANTAGE,
     LOSS,
+    ROLE,
     PlugIn,
     check_advantages,
     check_gradient,
@@ -30,9 +31,9 @@ from megatron_rl.algorithm.plug_ins import (
     check_metric,
     find_advantage,
     find_metrics,
+    find_roles,
     list_plug_ins,
 )
-from megatron_rl.algorithm.roles import ROLES
 from megatron_rl.algorithm.sequences import Sequences
 from megatron_rl.algorithm.settings import AlgorithmConfig
 from megatron_rl.code_files import find_line
@@ -56,6 +57,7 @@ def find_plug_in_problems(
     try:
         plug_ins = list_plug_ins(config)
         find_metrics(config.metrics or ())
+        find_roles(config)
     except UsageError as error:
         yield from error.problems
         return
@@ -67,6 +69,8 @@ def find_plug_in_problems(
                     yield from _try_loss(plug_in, config, written)
                 elif plug_in.flag == ADVANTAGE:
                     yield from _try_advantage(plug_in, config, weights)
+                elif plug_in.flag == ROLE:
+                    yield from _try_role(plug_in, config)
                 else:
                     yield from _try_metric(plug_in, config)
             except InputError as error:
@@ -98,7 +102,7 @@ def draw_targets(
     lengths_S = torch.tensor([_LENGTHS[number] for number in responses])
     sequences = Sequences(torch.repeat_interleave(torch.arange(len(lengths_S)), lengths_S), lengths_S, _MAX_TOKENS)
     policy_N, old_N, advantages_N, engine_N, reference_N = parts
-    others = {name: reference_N for name, role in ROLES.items() if role.is_used(config)}
+    others = {name: reference_N for name, role in find_roles(config).items() if role.is_used(config)}
     return Targets(policy_N.requires_grad_(), old_N, advantages_N, sequences, engine_N, others)
 
 
@@ -128,6 +132,18 @@ def _try_metric(plug_in: PlugIn, config: AlgorithmConfig) -> Iterator[str]:
     def compute(targets: Targets) -> torch.Tensor:
         with torch.no_grad():
             return check_metric(plug_in, plug_in.function(targets, config), targets).double()[None]
+
+    yield from _find_dependences(plug_in, config, compute, compute(draw_targets(config)))
+
+
+def _try_role(plug_in: PlugIn, config: AlgorithmConfig) -> Iterator[str]:
+    def compute(targets: Targets) -> torch.Tensor:
+        log_probs = RoleLogProbs(targets.policy_N, targets.old_N, targets.others)
+        term = plug_in.function(log_probs, targets.sequences, config)
+        if not isinstance(term, Term) or (term.advantages_N is None and term.loss_N is None):
+            raise InputError(f"{plug_in.label}: compute must return a Term with advantages_N or loss_N")
+        parts = [part for part in (term.advantages_N, term.loss_N) if part is not None]
+        return torch.stack([check_metric(plug_in, part, targets).detach().double() for part in parts])
 
     yield from _find_dependences(plug_in, config, compute, compute(draw_targets(config)))
 

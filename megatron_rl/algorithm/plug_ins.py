@@ -1,4 +1,4 @@
-"""User-defined losses, advantages and metrics: FILE.py:FUNCTION at --grpo-loss, --grpo-advantage and --grpo-metric.
+"""User-defined losses, advantages, metrics and roles: FILE.py:NAME at --grpo-loss, --grpo-advantage and others.
 
 The trainer runs a file (`code_files`) as its own code: unlike rewards, nothing confines it.
 
@@ -6,7 +6,9 @@ Letters: N targets, K responses of a group.
 """
 
 import dataclasses
+import functools
 import inspect
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,13 +18,15 @@ import numpy as np
 import torch
 
 from megatron_rl import code_files
-from megatron_rl.algorithm.declaration import Advantage, Loss, ScoredGroup, Surrogate, Targets
+from megatron_rl.algorithm.declaration import Advantage, Loss, LossRole, ScoredGroup, Surrogate, Targets
 from megatron_rl.algorithm.library import ADVANTAGES, LOSSES
+from megatron_rl.algorithm.roles import ROLES
 from megatron_rl.algorithm.settings import AlgorithmConfig
 from megatron_rl.errors import InputError, UsageError
 from megatron_rl.flag import names_function
 
-LOSS, ADVANTAGE, METRIC = "--grpo-loss", "--grpo-advantage", "--grpo-metric"
+LOSS, ADVANTAGE, METRIC, ROLE = "--grpo-loss", "--grpo-advantage", "--grpo-metric", "--grpo-role"
+_ROLE_WORD = re.compile(r"(?P<source>[^=]+\.py:\w+)=(?P<folder>.+)")
 # The parameters of each kind of function, for the errors.
 _PARAMETERS = {LOSS: "targets, settings", ADVANTAGE: "group, settings", METRIC: "targets, settings"}
 
@@ -34,7 +38,7 @@ class PlugIn:
     flag: str
     source: str
     """FILE.py:FUNCTION, as the flag has it."""
-    function: Callable[[Any, Any], Any]
+    function: Callable[..., Any]
     sha256: str
     """The hash of the file's text."""
 
@@ -83,10 +87,37 @@ def find_metrics(sources: Sequence[str]) -> list[Metric]:
     return [Metric(plug_in.name, _CheckedMetric(plug_in)) for plug_in in plug_ins]
 
 
+def find_roles(config: AlgorithmConfig) -> dict[str, LossRole]:
+    """Return all roles by their names: the registry, and those of the user's files, each with its model's folder."""
+    roles = dict(ROLES)
+    for word in config.roles or ():
+        role, _, folder = _load_role(word)
+        if role.name in roles or not role.name.isidentifier():
+            raise UsageError(f"{ROLE} {word}: the role is called {role.name!r}; give it another name, as of a variable")
+        roles[role.name] = dataclasses.replace(role, flag=ROLE, find_models=functools.partial(_give, role.name, folder))
+    return roles
+
+
+def _give(name: str, folder: Path, config: Any) -> dict[str, Path]:
+    return {name: folder}
+
+
+def _load_role(word: str) -> tuple[LossRole, PlugIn, Path]:
+    named = _ROLE_WORD.fullmatch(word)
+    if named is None:
+        raise UsageError(f"{ROLE} {word} must name a role and its model: write FILE.py:ROLE=FOLDER")
+    code = code_files.load(ROLE, named["source"], "a role", "ROLE")
+    if not isinstance(code.value, LossRole):
+        raise UsageError(f"{ROLE} {named['source']} is not a role: give the file a LossRole of that name")
+    plug_in = PlugIn(ROLE, named["source"], code.value.compute, code.sha256)
+    return code.value, plug_in, Path(named["folder"])
+
+
 def list_plug_ins(config: AlgorithmConfig) -> list[PlugIn]:
     """Load all functions that the settings name."""
     named = [(LOSS, config.loss), (ADVANTAGE, config.advantage), *((METRIC, source) for source in config.metrics or ())]
-    return [load(flag, source) for flag, source in named if flag == METRIC or names_function(source)]
+    functions = [load(flag, source) for flag, source in named if flag == METRIC or names_function(source)]
+    return functions + [_load_role(word)[1] for word in config.roles or ()]
 
 
 def describe_plug_ins(config: AlgorithmConfig) -> dict[str, str]:

@@ -121,6 +121,12 @@ class AlgorithmConfig(LossSettings):
         "column `teacher` names the one of its responses.",
         "--teacher",
     )
+    roles: list[str] | None = own_flag(
+        None,
+        "Roles of your own, FILE.py:ROLE=FOLDER each: a frozen model in the pass, and its part in the loss; "
+        "docs/algorithms.md has a guide.",
+        "--grpo-role",
+    )
     opd_coef: float = own_flag(1.0, "The weight of the divergence from the teacher.", "--opd-coef", bound="above 0")
     opd_divergence: Literal["sampled", "reverse", "forward", "jsd"] = own_flag(
         "sampled",

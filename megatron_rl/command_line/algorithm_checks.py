@@ -91,7 +91,7 @@ def check_algorithm(settings: DraftSettings) -> Iterator[str]:
         )
     yield from _check_critic(settings)
     yield from _check_advantage(settings)
-    if algorithm.metrics or names_function(algorithm.loss) or names_function(algorithm.advantage):
+    if algorithm.metrics or algorithm.roles or names_function(algorithm.loss) or names_function(algorithm.advantage):
         written = {field.removeprefix("algorithm.") for field, flag in sources.items() if flag != "--algorithm"}
         plug_ins = importlib.import_module(_PLUG_INS)
         yield from plug_ins.find_plug_in_problems(algorithm, written, _read_weights(settings))
@@ -101,6 +101,7 @@ def check_algorithm(settings: DraftSettings) -> Iterator[str]:
 def _check_critic(settings: DraftSettings) -> Iterator[str]:
     """Yield each mistake in a critic beside its advantages, which it needs, and beside what it does not do."""
     algorithm, advantage = settings.algorithm, ADVANTAGES.get(settings.algorithm.advantage)
+    config = settings.transformer
     takes_critic = advantage is not None and advantage.takes_critic
     if takes_critic and algorithm.critic is None:
         yield f"--grpo-advantage {algorithm.advantage} needs --critic: write a folder, or --critic policy"
@@ -112,10 +113,24 @@ def _check_critic(settings: DraftSettings) -> Iterator[str]:
         (f"--tri-model {settings.loop.tri_model}", settings.loop.tri_model != "fused", "write --tri-model fused"),
         ("--fp16", settings.transformer.fp16, "write --bf16"),
         ("--grpo-turn-credit", algorithm.turn_credit, "the critic counts rewards of turns by itself; drop the flag"),
+        ("--weights-bridge", settings.model.weights_bridge is not None, "drop one of them"),
         (_FILTER, algorithm.filter_groups, "the critic tells what is new in equal rewards; drop the filter"),
     ):
         if is_given:
             yield f"--critic and {flag} cannot be given together: {remedy}"
+    warmup, iterations = algorithm.critic_warmup_iters, settings.training.train_iters
+    if iterations is not None and 0 < iterations <= warmup:
+        yield f"--critic-warmup-iters {warmup} leaves none of --train-iters {iterations} to the policy: write fewer"
+    if (
+        warmup
+        and settings.architecture is not None
+        and config.moe_router_enable_expert_bias
+        and config.moe_router_bias_update_rate
+    ):
+        yield (
+            f"--critic-warmup-iters {warmup} leaves the policy as it is, and --moe-router-bias-update-rate "
+            f"{config.moe_router_bias_update_rate:g} changes it: drop one of them"
+        )
 
 
 def _check_names_of_teachers(words: Sequence[str]) -> Iterator[str]:
@@ -143,14 +158,15 @@ def _check_advantage(settings: DraftSettings) -> Iterator[str]:
     """Yield each mistake in flags beside the named advantage; a trial checks an advantage of a user's own file."""
     algorithm, config = settings.algorithm, settings.transformer
     advantage = ADVANTAGES.get(algorithm.advantage)
-    if advantage is None:
-        return
-    said = f"--grpo-advantage {advantage.name}"
-    if algorithm.group_size < 2 and advantage.compares and settings.run.stage == "grpo":
+    compares = advantage is None or advantage.compares
+    if algorithm.group_size < 2 and compares and settings.run.stage == "grpo":
         yield (
             f"--grpo-group-size {algorithm.group_size} must be at least 2: a response is compared with the others of "
             "its group; write 2 or more"
         )
+    if advantage is None:
+        return
+    said = f"--grpo-advantage {advantage.name}"
     is_of_group = not (advantage.takes_baseline or advantage.takes_components or advantage.divided_over)
     if algorithm.turn_credit and not is_of_group:
         yield (
@@ -192,7 +208,8 @@ def _list_other_terms(settings: DraftSettings) -> tuple[bool, ...]:
     algorithm, config = settings.algorithm, settings.transformer
     has_experts = settings.architecture is not None and settings.architecture.experts is not None
     of_routers = has_experts and bool(config.moe_aux_loss_coeff or config.moe_z_loss_coeff)
-    return algorithm.teacher is not None, algorithm.kl_beta > 0, algorithm.entropy_coef > 0, of_routers
+    has_model = algorithm.teacher is not None or bool(algorithm.roles)
+    return has_model, algorithm.kl_beta > 0, algorithm.entropy_coef > 0, of_routers
 
 
 def name_deciding_rewards(settings: DraftSettings) -> list[str]:

@@ -31,7 +31,7 @@ _OF_OBJECTIVE: dict[str, frozenset[str] | None] = {
     "reward": frozenset({"functions", "on_error"}),
 }
 # Metrics change nothing, and the weights of frozen models are compared by their fingerprints.
-_NO_OBJECTIVE = frozenset({"metrics", "ref_model", "teacher"})
+_NO_OBJECTIVE = frozenset({"metrics", "ref_model", "teacher", "critic", "roles"})
 
 
 def print_config(settings: RunSettings) -> str:

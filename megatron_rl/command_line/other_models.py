@@ -1,4 +1,4 @@
-"""The settings of teachers and critic: models of other architectures, on the policy's ranks and in its precision."""
+"""The settings of frozen roles and critic: other architectures, on the policy's ranks and in its precision."""
 
 import copy
 import dataclasses
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.algorithm.settings import name_teachers
+from megatron_rl.algorithm.plug_ins import find_roles
 from megatron_rl.command_line.backends import choose_backends
 from megatron_rl.command_line.checks import check_length
 from megatron_rl.command_line.mode_checks import check_batch_invariant
@@ -21,7 +21,7 @@ from megatron_rl.platforms import Platform
 from megatron_rl.shared.weights.families import read_architecture
 from megatron_rl.types import Architecture
 
-_TEACHER, _CRITIC = "--teacher", "--critic"
+_CRITIC = "--critic"
 # Values that divide the policy's layers.
 _OF_POLICY = (
     "layout.",
@@ -32,24 +32,30 @@ _OF_POLICY = (
 )
 # Values that concern training alone, and those that concern the policy's routers.
 _OF_TRAINING = ("transformer.recompute_",)
-_OF_ROUTERS = ("transformer.moe_aux_loss_coeff", "transformer.moe_z_loss_coeff")
+_OF_ROUTERS = (
+    "transformer.moe_aux_loss_coeff",
+    "transformer.moe_z_loss_coeff",
+    "transformer.moe_router_bias_update_rate",
+)
 _OF_EXPERTS = ("transformer.moe_", "transformer.expert_")
 
 
-def resolve_teachers(
+def resolve_frozen(
     settings: DraftSettings, flags: Sequence[Flag], given: Mapping[str, Given], platform: Platform, chip: str | None
 ) -> tuple[dict[str, DraftSettings], list[str]]:
-    """Return the settings of teachers by the names of their models, and the mistakes in them.
+    """Return the settings of frozen roles by the names of their models, and the mistakes in them.
 
     `settings` are the policy's, which are right so far, with the backends as they were written.
     """
-    teachers, problems = dict[str, DraftSettings](), list[str]()
-    for name, folder in name_teachers(settings.algorithm.teacher).items():
-        teacher, of_teacher = _resolve(_TEACHER, folder, settings, flags, given, platform, chip)
-        problems += of_teacher
-        if teacher is not None:
-            teachers[name] = teacher
-    return teachers, problems
+    frozen, problems = dict[str, DraftSettings](), list[str]()
+    for role in find_roles(settings.algorithm).values():
+        for name, folder in role.find_models(settings.algorithm).items():
+            gives_log_probs = role.find_divergence(settings.algorithm) is None
+            one, of_one = _resolve(role.flag, folder, gives_log_probs, settings, flags, given, platform, chip)
+            problems += of_one
+            if one is not None:
+                frozen[name] = one
+    return frozen, problems
 
 
 def resolve_critic(
@@ -62,9 +68,16 @@ def resolve_critic(
     ddp = _change(settings.ddp, overlap_grad_reduce=False, overlap_param_gather=False)
     rate = algorithm.critic_lr or settings.optimizer.lr
     least = settings.optimizer.min_lr if rate is None else min(settings.optimizer.min_lr or 0.0, rate)
-    optimizer = _change(settings.optimizer, overlap_param_gather=False, lr=rate, min_lr=least)
+    own = {"lr": rate, "min_lr": least, "decoupled_lr": None, "decoupled_min_lr": None}
+    optimizer = _change(settings.optimizer, overlap_param_gather=False, **own)
     trained = dataclasses.replace(settings, lora=LoraConfig(), ddp=ddp, optimizer=optimizer)
-    return _resolve(_CRITIC, folder, trained, flags, given, platform, chip)
+    critic, problems = _resolve(_CRITIC, folder, True, trained, flags, given, platform, chip)
+    if rate is not None and settings.schedule.lr_warmup_init > rate:
+        problems.append(
+            f"--lr-warmup-init {settings.schedule.lr_warmup_init:g} is above the critic's rate, {rate:g}: write less, "
+            "or a larger --critic-lr"
+        )
+    return critic, problems
 
 
 def _change(config: Any, **values: Any) -> Any:
@@ -78,6 +91,7 @@ def _change(config: Any, **values: Any) -> Any:
 def _resolve(
     flag: str,
     folder: Path,
+    may_have_padding: bool,
     settings: DraftSettings,
     flags: Sequence[Flag],
     given: Mapping[str, Given],
@@ -96,7 +110,7 @@ def _resolve(
     draft = dataclasses.replace(settings, model=model, architecture=architecture, transformer=configs["transformer"])
     problems += [problem for check in DIVISION_CHECKS for problem in check(draft, architecture)]
     problems += [*check_length(draft, architecture), *check_batch_invariant(draft)]
-    problems += _check_vocabulary(flag, settings, architecture)
+    problems += _check_vocabulary(may_have_padding, settings, architecture)
     stages = _count_stages(settings)
     if architecture.num_layers < stages:
         problems.append(f"it has {architecture.num_layers} layers for {stages} stages: lower {PP}, or virtual stages")
@@ -131,18 +145,16 @@ def _divide_layers(num_layers: int, stages: int) -> str:
     return "E" + "|".join("t" * count for count in counts) + "L"
 
 
-def _check_vocabulary(flag: str, settings: DraftSettings, architecture: Architecture) -> list[str]:
+def _check_vocabulary(may_have_padding: bool, settings: DraftSettings, architecture: Architecture) -> list[str]:
     """Compare the rows of output layers; whether the tokens are the same, the run checks with both tokenizers."""
     policy = settings.architecture
     if policy is None or policy.vocab_size == architecture.vocab_size:
         return []
-    is_sampled = flag == _CRITIC or settings.algorithm.opd_divergence == "sampled"
-    if is_sampled and architecture.vocab_size > policy.vocab_size:
-        # They are padding, since the tokens are the same.
+    if may_have_padding and architecture.vocab_size > policy.vocab_size:
+        # It is, since the tokens are the same.
         return []
-    if flag == _CRITIC:
-        return [f"it has {architecture.vocab_size} tokens, and the policy {policy.vocab_size}: write one with as many"]
+    more = "" if may_have_padding else ", or --opd-divergence sampled if it has more"
     return [
-        f"its output layer has {architecture.vocab_size} rows, and the policy's {policy.vocab_size}: write a teacher "
-        f"with as many, or --opd-divergence sampled if it has more"
+        f"its vocabulary has {architecture.vocab_size} rows, and the policy's {policy.vocab_size}: write a folder with "
+        f"as many{more}"
     ]

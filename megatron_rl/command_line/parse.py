@@ -27,7 +27,7 @@ from megatron_rl.versions import find_docs
 
 __all__ = ["RunSettings", "Settings", "list_problems", "parse", "parse_run", "parse_sizes"]
 
-# Only runs with a teacher or a critic import it.
+# Only runs with a teacher, a critic or roles of their own import it.
 _OTHER_MODELS = "megatron_rl.command_line.other_models"
 _MISSING = re.compile(r"--[a-z][\w-]* is missing:")
 
@@ -197,10 +197,10 @@ def _resolve_settings(reading: _Reading, world_size: int | None, needs_folder: b
         reading.problems += refusals
     if settings.run.stage == "grpo" and not reading.problems:
         common = (written, reading.flags, given, platform, reading.chip)
-        if settings.algorithm.teacher is not None:
-            teachers, problems = importlib.import_module(_OTHER_MODELS).resolve_teachers(*common)
+        if settings.algorithm.teacher is not None or settings.algorithm.roles:
+            frozen, problems = importlib.import_module(_OTHER_MODELS).resolve_frozen(*common)
             reading.consider(problems)
-            settings = dataclasses.replace(settings, teachers=teachers)
+            settings = dataclasses.replace(settings, frozen=frozen)
         if settings.algorithm.critic is not None and folder is not None:
             critic, problems = importlib.import_module(_OTHER_MODELS).resolve_critic(*common)
             reading.consider(problems)

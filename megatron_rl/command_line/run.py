@@ -259,7 +259,7 @@ def _check_reference(settings: DraftSettings) -> Iterator[str]:
 
 def _check_offload(settings: DraftSettings, division: Division) -> Iterator[str]:
     has_old = division.plan.num_updates > 1 and settings.loop.tri_model == "fused"
-    has_other = settings.algorithm.kl_beta or settings.algorithm.teacher is not None
+    has_other = settings.algorithm.kl_beta or settings.algorithm.teacher is not None or settings.algorithm.roles
     if settings.loop.frozen_offload and not has_other and not has_old:
         yield (
             "--frozen-offload has no model to keep in host memory: a reference needs --grpo-kl-beta, a teacher "

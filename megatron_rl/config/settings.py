@@ -73,8 +73,8 @@ class DraftSettings(Subjects):
     sources: Mapping[str, str]
     # Flags that were written and have no effect; printed once at the start.
     notes: tuple[str, ...] = ()
-    # The same settings with each teacher's model in place of the policy's, by the model's name: see `name_teachers`.
-    teachers: "Mapping[str, DraftSettings]" = dataclasses.field(default_factory=dict)
+    # The same settings with the model of each frozen role in place of the policy's, by the model's name.
+    frozen: "Mapping[str, DraftSettings]" = dataclasses.field(default_factory=dict)
     # The same with the critic's model, optimizer and gradient buffers; None without --critic.
     critic: "DraftSettings | None" = None
 
@@ -107,7 +107,7 @@ class Settings(DraftSettings):
     """Everything that a command line said, checked, and what follows from it. Nothing is missing or refused."""
 
     architecture: Architecture
-    teachers: "Mapping[str, Settings]" = dataclasses.field(default_factory=dict)
+    frozen: "Mapping[str, Settings]" = dataclasses.field(default_factory=dict)
     critic: "Settings | None" = None
 
     @classmethod
@@ -116,5 +116,5 @@ class Settings(DraftSettings):
         assert draft.architecture is not None
         given = {field.name: getattr(draft, field.name) for field in dataclasses.fields(draft)}
         given["critic"] = None if draft.critic is None else Settings.accept(draft.critic)
-        given["teachers"] = {name: Settings.accept(teacher) for name, teacher in draft.teachers.items()}
+        given["frozen"] = {name: Settings.accept(teacher) for name, teacher in draft.frozen.items()}
         return cls(**given, **values)

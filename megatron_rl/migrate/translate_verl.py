@@ -136,7 +136,14 @@ def _write_critic(theirs: TheirSettings, to: Translation) -> None:
     to.write("--critic-clip", theirs.text("critic.cliprange_value"))
     to.write("--gae-lambda", theirs.text("algorithm.lam"))
     to.write_unless_default("--gae-discount", theirs.text("algorithm.gamma"))
-    to.write_unless_default("--critic-warmup-iters", theirs.text("trainer.critic_warmup"))
+    # verl counts steps from 1, and trains the policy from this one on.
+    warmup = theirs.count("trainer.critic_warmup")
+    to.write_unless_default("--critic-warmup-iters", str(max(0, (warmup or 1) - 1)))
+    if theirs.is_on("algorithm.use_kl_in_reward"):
+        to.changed.append(
+            "algorithm.use_kl_in_reward = true: verl adds the divergence to the rewards that the critic learns, this "
+            "package to the advantages of its token and of those before it"
+        )
     to.changed.append(
         "algorithm.adv_estimator = gae: verl takes mean and deviation of a batch's advantages off, this package keeps "
         "them as they are; the critic begins with values of 0"
@@ -233,7 +240,7 @@ def _write_divergence_in_reward(theirs: TheirSettings, to: Translation) -> None:
             f"algorithm.kl_ctrl.type = {theirs.text('algorithm.kl_ctrl.type')}, target_kl = {target}, horizon = "
             f"{horizon}: the weight stays {weight}"
         )
-    if theirs.text("algorithm.adv_estimator") != "reinforce_plus_plus":
+    if theirs.text("algorithm.adv_estimator") not in ("reinforce_plus_plus", "gae"):
         to.changed.append(
             "algorithm.use_kl_in_reward = true: verl takes a response's whole divergence from its reward before "
             "advantages are made, this package from a token's advantage that of the token and of those after it"

@@ -181,6 +181,8 @@ class RankMemory:
     is_frozen_offloaded: bool = False
     teachers: tuple[Architecture, ...] = ()
     critic: Architecture | None = None
+    of_critic: ParameterBytes = ParameterBytes()
+    """The bytes of a parameter of the critic, which has no adapters."""
     keeps_old: bool = False
     """Whether later updates need models as they were at the start."""
     streams: bool = True
@@ -224,7 +226,12 @@ class RankMemory:
         if self.critic is None:
             return own
         critic = dataclasses.replace(
-            self, architecture=self.critic, critic=None, teachers=(), num_frozen=int(self.keeps_old)
+            self,
+            architecture=self.critic,
+            parameter=self.of_critic,
+            critic=None,
+            teachers=(),
+            num_frozen=int(self.keeps_old),
         )._estimate_stage(micro, stage)
         both = {name: getattr(own, name) + getattr(critic, name) for name in _OF_TRAINED}
         return dataclasses.replace(own, **both)
@@ -310,8 +317,9 @@ def _count_kept_of_attention(architecture: Architecture, item: int) -> float:
 def read_rank_memory(look_up: LookUp, architecture: Architecture, replicas: int) -> RankMemory:
     """Return the values of a run's settings that decide a rank's memory."""
     is_sampled, rank = look_up("run.stage") == "grpo", look_up("lora.rank")
-    parameter = read_parameter_bytes(look_up)
-    teachers = name_teachers(look_up("algorithm.teacher")) if is_sampled else {}
+    parameter = of_critic = read_parameter_bytes(look_up)
+    teachers = [*name_teachers(look_up("algorithm.teacher")).values()]
+    teachers += [Path(word.partition("=")[2]) for word in look_up("algorithm.roles") or ()]
     if rank:
         # Adapters have about this share of the parameters of their layers, and nothing else is trained.
         share = min(1.0, 3 * rank / architecture.hidden_size)
@@ -325,17 +333,20 @@ def read_rank_memory(look_up: LookUp, architecture: Architecture, replicas: int)
         num_frozen=count_frozen(look_up, _count_updates(look_up)) if is_sampled and not rank else 0,
         is_frozen_offloaded=bool(look_up("loop.frozen_offload")),
         critic=_read_critic(look_up, architecture) if is_sampled else None,
+        of_critic=of_critic,
         keeps_old=_count_updates(look_up) > 1,
-        teachers=tuple(read_architecture(folder, flag="--teacher") for folder in teachers.values()),
+        teachers=tuple(read_architecture(folder, flag="--teacher") for folder in teachers) if is_sampled else (),
         streams=is_sampled and look_up("rollout.transport") != "shm",
     )
 
 
 def _read_critic(look_up: LookUp, architecture: Architecture) -> Architecture | None:
     folder = look_up("algorithm.critic")
-    if folder is None or folder == "policy":
-        return architecture if folder else None
-    return read_architecture(Path(folder), flag="--critic")
+    if folder is None:
+        return None
+    own = architecture if folder == "policy" else read_architecture(Path(folder), flag="--critic")
+    # It has no output layer to speak of.
+    return dataclasses.replace(own, tied_embeddings=True)
 
 
 def count_frozen(look_up: LookUp, num_updates: int) -> int:

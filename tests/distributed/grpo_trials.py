@@ -32,7 +32,7 @@ from megatron_rl.trainer.loop.measures import Learned, Measures, UpdateOutcome, 
 from megatron_rl.trainer.loop.rollouts import build_batcher
 from megatron_rl.trainer.mcore.session import Session, start_session
 from megatron_rl.trainer.mcore.step.forward_step import is_reporter
-from megatron_rl.trainer.mcore.step.policy import Policy, build_critic, build_policy, build_reference, build_teacher
+from megatron_rl.trainer.mcore.step.policy import Policy, build_critic, build_frozen, build_policy, build_reference
 from megatron_rl.trainer.mcore.step.roles import Roles, build_roles
 from megatron_rl.trainer.mcore.step.trace import StepTrace
 from tests.distributed.layouts import Model, gather_reduced_shards
@@ -102,7 +102,7 @@ def build_run(
     num_updates = sizes.plan.num_updates
     policy = build_policy(settings, session, num_iterations * num_updates)
     others = {} if reference is None else {"reference": build_reference(settings, session, reference)}
-    others |= {name: build_teacher(settings, session, name) for name in settings.teachers}
+    others |= {name: build_frozen(settings, session, name) for name in settings.frozen}
     critic = None if settings.critic is None else build_critic(settings.critic, session, num_iterations * num_updates)
     roles = build_roles(settings, session, policy, others, num_updates, trace, critic)
     return Run(session, settings, sizes, policy, roles, critic)

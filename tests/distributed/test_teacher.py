@@ -115,6 +115,29 @@ def test_two_teachers_in_one_batch_give_each_group_what_its_own_gives(problem, t
             assert sums[f"teacher_targets.t{number}"] == of_one[f"teacher_targets.t{number}"] > 0
 
 
+ROLE = """
+from megatron_rl.algorithm.declaration import LossRole, Term
+
+def compute(log_probs, sequences, settings):
+    return Term(advantages_N=-0.7 * sequences.sum_from(log_probs.old_N - log_probs.others["own"], 0.8))
+
+OWN = LossRole("own", is_used=lambda settings: True, compute=compute)
+"""
+
+
+def test_a_role_in_a_file_that_computes_what_a_teacher_does_gives_its_bits(problem, teacher, folder) -> None:
+    file = folder / "role.py"
+    file.write_text(ROLE)
+    taught = dataclasses.replace(TRUNCATED, teaching=Teaching(teacher, **FORMS["sampled, discounted"]))
+    own = f"--grpo-role {file}:OWN={teacher}"
+    trials = [Trial(layout, 4, taught) for layout in ("DP2", "PP2")]
+    trials += [Trial(layout, 4, TRUNCATED, more=own) for layout in ("DP2", "PP2")]
+    seen = run(problem, trials)
+    for theirs, ours in zip(trials[:2], trials[2:], strict=True):
+        for one, other in zip(seen[ours], seen[theirs], strict=True):
+            assert all(torch.equal(gradient, other.gradients[name]) for name, gradient in one.gradients.items())
+
+
 def test_teachers_with_experts_equal_the_dense_formulas(problem, teacher_with_experts) -> None:
     rules = dataclasses.replace(TRUNCATED, teaching=Teaching(teacher_with_experts, "reverse", top_k=5))
     trials = [Trial("PP2", 4, rules), Trial("TP2+SP", 4, rules)]

@@ -1,6 +1,7 @@
 """Whole runs over scripted engines: the schedule and the arrival change no result, and a fault ends all ranks."""
 
 import json
+import math
 import re
 import shutil
 from pathlib import Path
@@ -15,6 +16,7 @@ from megatron_rl.observe.metrics import read_metrics, seconds_by_span, without_t
 from megatron_rl.shared.records.append_file import read_lines
 from megatron_rl.shared.records.audit_check import verify
 from tests.e2e import loop
+from tests.processes import ROOT
 
 ITERATIONS = 5
 
@@ -204,9 +206,11 @@ def test_periodic_and_sync_end_in_the_same_weights_with_two_teachers_of_other_sh
     }
     words = [f"{name}={folder}" for name, folder in teachers.items()]
     changes = {"algorithm": "opd", "teacher": words, "opd_divergence": "jsd", "grpo_kl_beta": 0.05}
+    changes["grpo_role"] = f"{ROOT}/examples/algorithms/fluency.py:FLUENCY={teachers['odd']}"
     compare_schedules(world, "taught", 2, [71], pipeline_model_parallel_size=2, frozen_offload=True, **changes)
     lines = read_metrics(world.folder / "taught-71" / "run")[:ITERATIONS]
     assert all(line["teacher_kl"] > 0 and line["teachers"].keys() == teachers.keys() for line in lines)
+    assert all(math.isfinite(line["metric"]["fluency"]) for line in lines)
     [hashes] = {(line["teacher.even"], line["teacher.odd"]) for line in lines}
     assert len({*hashes, *(line["fingerprint"] for line in lines)}) == 2 + ITERATIONS
     assert verify(world.folder / "taught-71" / "run").breaches == []

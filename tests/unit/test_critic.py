@@ -5,6 +5,8 @@ Whole models are in tests/distributed. Letters: N targets, S responses.
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,10 +19,12 @@ from megatron_rl.algorithm.roles.critic import judge
 from megatron_rl.algorithm.sequences import Sequences
 from megatron_rl.algorithm.settings import AlgorithmConfig
 from megatron_rl.errors import InputError
+from megatron_rl.shared.device_memory import make_look_up, read_parameter_bytes, read_rank_memory
 from megatron_rl.shared.protocol.turns import ENVIRONMENT
 from megatron_rl.shared.weights.files import Checkpoint
 from megatron_rl.shared.weights.mapping import Mapping
 from megatron_rl.trainer.data.batch import place_rewards
+from megatron_rl.trainer.mcore.step.policy import _load_values
 from tests import hf_models
 from tests.command_lines import QWEN3, error, folder, parse
 from tests.unit.test_turn_credit import REWARDS, TALKS, respond, wire_part
@@ -124,6 +128,17 @@ def test_a_critic_has_its_own_layers_rate_and_optimizer(words) -> None:
     assert same.architecture == dataclasses.replace(QWEN3, tied_embeddings=True, is_critic=True)
 
 
+def test_a_critic_beside_adapters_is_counted_whole(words) -> None:
+    of_settings = make_look_up(parse(*words, "--algorithm ppo --lora-rank 4 --bf16"))
+
+    def look_up(name: str) -> Any:
+        return None if name.startswith("layout.") else of_settings(name)
+
+    counted = read_rank_memory(look_up, QWEN3, replicas=1)
+    assert counted.of_critic == read_parameter_bytes(look_up)
+    assert counted.parameter.gradient < counted.of_critic.gradient
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -133,6 +148,8 @@ def test_a_critic_has_its_own_layers_rate_and_optimizer(words) -> None:
         ("--algorithm ppo --grpo-filter-groups-with-same-reward", "the critic tells what is new in equal rewards"),
         ("--algorithm vapo --gae-lambda 0.9", "--gae-lambda 0.9 needs no --gae-length-alpha"),
         ("--algorithm ppo --gae-lambda 1.5", "--gae-lambda 1.5 must be between 0 and 1"),
+        ("--algorithm ppo --critic-warmup-iters 4 --train-iters 4", "leaves none of --train-iters 4 to the policy"),
+        ("--algorithm ppo --lr 1e-4 --lr-warmup-init 5e-5 --critic-lr 1e-5", "is above the critic's rate, 1e-05"),
         ("--algorithm ppo --critic-warmup-iters -1", "--critic-warmup-iters -1 must be at least 0"),
     ],
 )
@@ -152,7 +169,21 @@ def test_flags_and_folders_of_a_critic_that_do_not_fit_are_named(words, tmp_path
     assert "--grpo-group-size 1 must be at least 2: a response is compared" in error(*policy, "--grpo-group-size 1")
     assert parse(*words, "--algorithm ppo --grpo-group-size 1").algorithm.group_size == 1
     few = folder(tmp_path / "few", dataclasses.replace(QWEN3, vocab_size=190))
-    assert "it has 190 tokens, and the policy 200" in error(*policy, "--algorithm ppo --critic", few)
+    assert "its vocabulary has 190 rows, and the policy's 200" in error(*policy, "--algorithm ppo --critic", few)
+
+
+def test_a_classifier_with_a_bias_or_with_several_numbers_is_refused(tmp_path) -> None:
+    chunk = SimpleNamespace(post_process=True, output_weight=lambda: torch.zeros(1, 8))
+    for tensors, said in (
+        (
+            {"score.weight": torch.ones(1, 8), "score.bias": torch.ones(1)},
+            "has no score.bias: write a folder without it",
+        ),
+        ({"score.weight": torch.ones(2, 8)}, r"score.weight has shape \[2, 8\], and a critic's has \[1, 8\]"),
+    ):
+        save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(InputError, match=said):
+            _load_values(chunk, tmp_path)  # type: ignore[arg-type]
 
 
 def test_output_layers_of_language_models_and_classifiers_are_no_part_of_a_critic(tmp_path) -> None:

@@ -24,6 +24,7 @@ from tests.unit.test_losses import compute, draw_batch
 
 EXAMPLE = ROOT / "examples" / "algorithms" / "ce_gppo.py"
 LIBRARY = ROOT / "megatron_rl" / "algorithm" / "library"
+FLUENCY = f"{ROOT / 'examples/algorithms/fluency.py'}:FLUENCY"
 REINFORCE = "return -targets.advantages_N * targets.policy_N"
 
 
@@ -41,6 +42,49 @@ def write(tmp_path):
 
 def find(written: set[str] | None = None, **settings: object) -> list[str]:
     return [*find_plug_in_problems(AlgorithmConfig(**settings), written or set(), {})]  # type: ignore[arg-type]
+
+
+ROLE = """
+from megatron_rl.algorithm.declaration import LossRole, Term
+r = LossRole({name!r}, is_used=lambda settings: True, compute=lambda log_probs, sequences, settings: {term})
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "term", "said"),
+    [
+        ("own", "Term(advantages_N=log_probs.others['own'])", ""),
+        ("own", "Term(loss_N=log_probs.others['own'] * log_probs.policy_N)", ""),
+        ("own", "Term()", "compute must return a Term with advantages_N or loss_N"),
+        ("own", "log_probs.old_N", "compute must return a Term"),
+        ("own", "Term(loss_N=log_probs.others['other'])", "fails on a trial micro-batch on the CPU"),
+        ("own", "Term(loss_N=log_probs.old_N.sum())", "returned a tensor of shape ()"),
+        ("own", "Term(loss_N=log_probs.old_N - log_probs.old_N.mean())", "depend on the other responses"),
+        ("teacher", "Term(loss_N=log_probs.old_N)", "the role is called 'teacher'; give it another name"),
+        ("a role", "Term(loss_N=log_probs.old_N)", "the role is called 'a role'; give it another name"),
+    ],
+)
+def test_a_role_is_tried_before_the_run(name, term, said, tmp_path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(ROLE.format(name=name, term=term))
+    problems = find(roles=[f"{file}:r={tmp_path}"])
+    assert [said in problem for problem in problems] == [True] * bool(said), problems
+
+
+def test_words_of_roles_that_name_none_are_refused(tmp_path, write) -> None:
+    for word, said in (
+        (f"{write('return 1')}=folder", "is not a role: give the file a LossRole of that name"),
+        (write("return 1"), "must name a role and its model: write FILE.py:ROLE=FOLDER"),
+        ("folder", "must name a role and its model"),
+        (f"{tmp_path}/none.py:r=folder", "none.py cannot be read"),
+    ):
+        [problem] = find(roles=[word])
+        assert said in problem
+    policy = ["--platform cpu --hf-model", folder(tmp_path / "policy", QWEN3), "--grpo-role"]
+    other = folder(tmp_path / "other", dataclasses.replace(QWEN3, vocab_size=190))
+    assert f"--grpo-role {other}: its vocabulary has 190 rows" in error(*policy, f"{FLUENCY}={other}")
+    assert parse(*policy, f"{FLUENCY}={tmp_path / 'policy'}").frozen.keys() == {"fluency"}
+    assert len((ROOT / "examples/algorithms/fluency.py").read_text().splitlines()) <= 60
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -184,7 +184,7 @@ def models(tmp_path: Path) -> list[str]:
 def test_a_teacher_has_its_own_layers_on_the_policys_stages(models) -> None:
     pipeline = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
     settings = parse(*models, pipeline, "--grpo-kl-beta 0.1", world_size=2)
-    teacher = settings.teachers["teacher"]
+    teacher = settings.frozen["teacher"]
     assert (teacher.architecture.num_layers, settings.architecture.num_layers) == (5, 4)
     assert teacher.transformer.hidden_size == 96
     assert teacher.parallel_sizes == settings.parallel_sizes
@@ -211,8 +211,8 @@ def test_flags_that_do_not_fit_are_named(words, said, models) -> None:
 def test_teachers_that_do_not_fit_are_named(models, tmp_path) -> None:
     policy = models[:2]
     for name, changes, words, said in (
-        ("words", {"vocab_size": 190}, "", "its output layer has 190 rows, and the policy's 200"),
-        ("more", {"vocab_size": 264}, "--opd-divergence forward", "its output layer has 264 rows"),
+        ("words", {"vocab_size": 190}, "", "its vocabulary has 190 rows, and the policy's 200"),
+        ("more", {"vocab_size": 264}, "--opd-divergence forward", "its vocabulary has 264 rows"),
         (
             "heads",
             {"num_attention_heads": 6, "num_query_groups": 3},
@@ -229,16 +229,16 @@ def test_teachers_that_do_not_fit_are_named(models, tmp_path) -> None:
     assert "--teacher must be a folder" in error(*policy, "--teacher", str(tmp_path / "missing"))
     assert "--algorithm opd needs --teacher" in error(*policy, "--algorithm opd")
     assert "leaves no gradient: add --teacher" in error(*policy, "--grpo-advantage none")
-    assert not parse(*policy, "--grpo-advantage none --grpo-kl-beta 0.1").teachers
+    assert not parse(*policy, "--grpo-advantage none --grpo-kl-beta 0.1").frozen
     assert "--opd-coef 2 needs --teacher" in error(*policy, "--opd-coef 2")
-    assert parse(*policy, "--teacher", str(tmp_path / "more")).teachers.keys() == {"teacher"}
+    assert parse(*policy, "--teacher", str(tmp_path / "more")).frozen.keys() == {"teacher"}
 
 
 def test_several_teachers_have_a_name_each(models, tmp_path) -> None:
     *policy, flag, teacher = models
     other = folder(tmp_path / "a=b", QWEN3)
     settings = parse(*policy, flag, f"math={teacher}", f"code-2={other}")
-    assert {name: one.model.hf_model for name, one in settings.teachers.items()} == {
+    assert {name: one.model.hf_model for name, one in settings.frozen.items()} == {
         "teacher.math": Path(teacher),
         "teacher.code-2": Path(other),
     }
@@ -255,6 +255,8 @@ def test_each_row_names_a_teacher_of_the_run(tmp_path) -> None:
         InputError, match="has the column teacher None, and must have one of --teacher: write code or math"
     ):
         check_choices(["teacher.math", "teacher.code"], rows)
+    with pytest.raises(InputError, match=r"has the column teacher \['math'\]"):
+        check_choices(["teacher.math"], [Row("a:3", tmp_path, 3, "a", {"teacher": ["math"]})])
     with pytest.raises(InputError, match="has the column teacher 'math', and must have one of --teacher: write code"):
         check_choices(["teacher.code"], rows)
 

@@ -10,6 +10,7 @@ import torch
 
 from megatron_rl.algorithm.declaration import LossRole, RoleLogProbs, Term
 from megatron_rl.algorithm.sequences import Sequences
+from megatron_rl.algorithm.settings import name_teachers
 from megatron_rl.types import Divergence
 
 
@@ -36,5 +37,10 @@ def teach(log_probs: RoleLogProbs, sequences: Sequences, config: Any) -> Term:
 
 
 TEACHER = LossRole(
-    "teacher", is_used=lambda config: config.teacher is not None, compute=teach, find_divergence=find_divergence
+    "teacher",
+    is_used=lambda config: config.teacher is not None,
+    compute=teach,
+    find_divergence=find_divergence,
+    flag="--teacher",
+    find_models=lambda config: name_teachers(config.teacher),
 )

@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron_rl.errors import InputError
 
-WIRE_VERSION = 8
+WIRE_VERSION = 9
 MEDIA_TYPE = "application/vnd.megatron-rl+msgpack"
 
 T = TypeVar("T")

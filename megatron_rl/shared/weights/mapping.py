@@ -21,7 +21,7 @@ from megatron_rl.types import Architecture, Latents
 
 Shape = tuple[int, ...]
 
-HEAD, SCORE = "lm_head.weight", "score.weight"
+HEAD, SCORE, BIAS = "lm_head.weight", "score.weight", "score.bias"
 """The output layers of language models, and of classifiers of sequences."""
 _OF_LINEAR_MODULES = (Split.QKV, Split.GATE_UP, Split.ROWS, Split.COLUMNS)
 
@@ -124,7 +124,7 @@ class Mapping:
 
         A critic leaves out the output layers of language models and classifiers.
         """
-        if self.architecture.is_critic and tensor in (HEAD, SCORE):
+        if self.architecture.is_critic and tensor in (HEAD, SCORE, BIAS):
             return True
         return self._family.is_left_out(tensor, self.architecture.num_layers)
 

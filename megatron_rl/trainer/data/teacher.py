@@ -14,11 +14,11 @@ def check_choices(models: Collection[str], rows: Iterable[Row]) -> None:
     A lone teacher without a name is everybody's.
     """
     names = {model.partition(".")[2] for model in models}
-    for row in rows if "" not in names else ():
-        if row.columns.get("teacher") not in names:
+    for row in rows if names and "" not in names else ():
+        name = row.columns.get("teacher")
+        if not isinstance(name, str) or name not in names:
             raise row.error(
-                f"has the column teacher {row.columns.get('teacher')!r}, and must have one of --teacher: write "
-                f"{' or '.join(sorted(names))}"
+                f"has the column teacher {name!r}, and must have one of --teacher: write {' or '.join(sorted(names))}"
             )
 
 

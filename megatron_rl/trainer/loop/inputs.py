@@ -6,7 +6,8 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_rl.algorithm.plug_ins import compare_plug_ins
+from megatron_rl.algorithm.declaration import find_role
+from megatron_rl.algorithm.plug_ins import compare_plug_ins, find_roles
 from megatron_rl.command_line.describe import describe_objective, describe_own_files
 from megatron_rl.command_line.run import RunSettings
 from megatron_rl.config.settings import Settings
@@ -68,8 +69,9 @@ class CheckedInputs:
 def check_inputs(settings: RunSettings) -> CheckedInputs:
     """Read the prompts; raise an error if weights, checkpoints, folder or environment do not fit the settings."""
     rows = None if settings.run.stage == "sft" else read_prompts(settings.data)
-    if rows is not None and settings.teachers:
-        importlib.import_module(_TEACHER).check_choices(settings.teachers, rows.trained)
+    if rows is not None and settings.frozen:
+        teachers = [name for name in settings.frozen if find_role(name) == "teacher"]
+        importlib.import_module(_TEACHER).check_choices(teachers, rows.trained)
     _check_weights(settings)
     check_save_folder(settings)
     check_loaded_stage(settings)
@@ -124,10 +126,14 @@ def _tokenize_prompts(settings: RunSettings, rows: PromptRows, offered: Descript
 
 
 def _check_tokens(settings: Settings, prompts: PromptSource) -> None:
-    """Raise an InputError unless teachers and critic have the policy's tokens."""
+    """Raise an InputError unless models of frozen roles and the critic have the policy's tokens."""
+    some, roles = (
+        [decode_tokens(prompt.tokens).tolist() for prompt in prompts.list_kinds()],
+        find_roles(settings.algorithm),
+    )
+    flags = {id(one): roles[find_role(name)].flag for name, one in settings.frozen.items()}
     for other in _list_others(settings):
-        some, flag = [decode_tokens(prompt.tokens).tolist() for prompt in prompts.list_kinds()], "--teacher"
-        flag = "--critic" if other.architecture.is_critic else "--teacher"
+        flag = flags.get(id(other), "--critic")
         importlib.import_module(_TEACHER).check_tokens(flag, other.model.hf_model, settings.model.hf_model, some)
 
 
@@ -157,8 +163,8 @@ def _check_weights(settings: Settings) -> None:
 
 
 def _list_others(settings: Settings) -> list[Settings]:
-    """List the settings of teachers and critic."""
-    return [*settings.teachers.values(), *([] if settings.critic is None else [settings.critic])]
+    """List the settings of frozen roles and critic."""
+    return [*settings.frozen.values(), *([] if settings.critic is None else [settings.critic])]
 
 
 def check_save_folder(settings: Settings) -> None:

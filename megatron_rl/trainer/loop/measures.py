@@ -190,8 +190,12 @@ def compute_metrics(measures: Measures, updates: Sequence[UpdateOutcome], larges
         metrics["kl"] = sums["kl"] / targets
     if "teacher_kl" in sums:
         metrics["teacher_kl"] = sums["teacher_kl"] / targets
-    if chosen := [name.removeprefix("teacher_targets.") for name in sums if name.startswith("teacher_targets.")]:
-        metrics["teachers"] = {name: sums[f"teacher_kl.{name}"] / sums[f"teacher_targets.{name}"] for name in chosen}
+    # Responses without a token of the policy have no targets.
+    targets_of = {
+        name.removeprefix("teacher_targets."): sums[name] for name in sums if name.startswith("teacher_targets.")
+    }
+    if chosen := {name: count for name, count in targets_of.items() if count}:
+        metrics["teachers"] = {name: sums[f"teacher_kl.{name}"] / count for name, count in chosen.items()}
     if updates[-1].critic is not None:
         metrics["critic"] = _describe_critic(sums, updates[-1].critic)
     if "entropy_policy" in sums:

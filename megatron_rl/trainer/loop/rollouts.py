@@ -305,5 +305,5 @@ def build_batcher(
         prepare=build_preparation(settings, device),
         num_parts=settings.transformer.context_parallel_size,
         replayed=settings.architecture if settings.rollout.replay_routing else None,
-        choose=_name_teacher if any("." in name for name in settings.teachers) else None,
+        choose=_name_teacher if any("." in name for name in settings.frozen) else None,
     )

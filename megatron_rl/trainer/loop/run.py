@@ -45,9 +45,9 @@ from megatron_rl.trainer.mcore.step.policy import (
     FrozenModel,
     Policy,
     build_critic,
+    build_frozen,
     build_policy,
     build_reference,
-    build_teacher,
 )
 
 # Modules that only some runs import: of --stage sft, of --rollout-colocate and of --weights-bridge.
@@ -165,9 +165,9 @@ def _prepare_device(settings: RunSettings, session: Session, startup: Startup) -
             session.run_or_raise_everywhere(lambda: _try_invariance(settings))
         return settings
     settle = importlib.import_module(_SETTLING).settle_backends
-    teachers = {name: settle(teacher, session, startup.say) for name, teacher in settings.teachers.items()}
+    frozen = {name: settle(one, session, startup.say) for name, one in settings.frozen.items()}
     critic = None if settings.critic is None else settle(settings.critic, session, startup.say)
-    settings = dataclasses.replace(settings, teachers=teachers, critic=critic)
+    settings = dataclasses.replace(settings, frozen=frozen, critic=critic)
     settings = settle(settings, session, startup.say)
     session.run_or_raise_everywhere(lambda: _try_main_gradients(settings, session.device))
     return settings
@@ -294,7 +294,7 @@ def _build_others(rank: Rank, policy: Policy) -> dict[str, FrozenModel]:
         return others
     if REFERENCE.is_used(settings.algorithm):
         others[REFERENCE.name] = _build_reference(rank, policy)
-    others |= {name: build_teacher(settings, rank.session, name) for name in settings.teachers}
+    others |= {name: build_frozen(settings, rank.session, name) for name in settings.frozen}
     return others
 
 

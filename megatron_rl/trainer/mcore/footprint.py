@@ -100,7 +100,7 @@ def _count_stage(settings: Settings, work: Workload, pack: Pack, stage: int) -> 
         is_last = chunks[-1].post_process
         together = _count_recomputed_together(settings, len(chunks[-1].decoder.layers))
         of_layer = together * _count_kept_of_a_layer(chunks[-1], pack)
-        of_teachers = [_count_frozen(teacher) for teacher in settings.teachers.values()]
+        of_teachers = [_count_frozen(teacher) for teacher in settings.frozen.values()]
         of_critic = None if settings.critic is None else _Trained.of(settings.critic, pack)
     look_up, is_offloaded = make_look_up(settings), settings.loop.frozen_offload
     num_frozen = count_frozen(look_up, work.num_updates)

@@ -126,8 +126,9 @@ class Checkpointer:
         base = self._policy.base
         if base is not None:
             session.run_or_raise_everywhere(lambda: base.check(common, source))
-        critic = self._critic if any(name.startswith(state_dict.CRITIC) for name in found) else None
-        if critic is not self._critic and not config.finetune:
+        # A run that begins at version 0 has the critic of its flag.
+        critic = None if config.finetune else self._critic
+        if critic is not None and not any(name.startswith(state_dict.CRITIC) for name in found):
             raise InputError(f"{source} was trained without --critic: drop the flag, or write --finetune")
         content = serialization.get_content(common)
         has_optimizer = not (config.finetune or config.no_load_optim)

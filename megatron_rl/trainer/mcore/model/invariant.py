@@ -23,10 +23,10 @@ from megatron_rl.trainer.mcore.model.fusions import RMSNorm
 from megatron_rl.trainer.mcore.model.self_attention import InvariantSelfAttention
 from megatron_rl.types import Architecture
 
-# Megatron's modules that only call others, or add to a residual.
+# Modules that only call others, or add to a residual, and a critic's output layer, which engines do not have.
 _PLAIN = (
     "PackedGPTModel", "LanguageModelEmbedding", "RotaryEmbedding", "Dropout", "TransformerBlock", "ModuleList",
-    "TransformerLayer", "IdentityOp", "IdentityFuncOp",
+    "TransformerLayer", "IdentityOp", "IdentityFuncOp", "ValueHead",
 )  # fmt: skip
 _READY = (SharedPromptAttention, InvariantSelfAttention, VocabParallelEmbedding)
 

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel
 
-from megatron_rl.algorithm.roles.teacher import TEACHER
+from megatron_rl.algorithm.declaration import find_role
+from megatron_rl.algorithm.plug_ins import find_roles
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import InputError
 from megatron_rl.shared.weights.files import Checkpoint
-from megatron_rl.shared.weights.mapping import SCORE
+from megatron_rl.shared.weights.mapping import BIAS, SCORE
 from megatron_rl.trainer.mcore.model.frozen import copy_weights, freeze
 from megatron_rl.trainer.mcore.model.gpt import BuildModel, PackedGPTModel, build_model, unwrap, wrap
 from megatron_rl.trainer.mcore.model.lora import Adapters, Role, attach_adapters
@@ -122,6 +123,8 @@ def _load_values(chunk: PackedGPTModel, folder: Path) -> None:
     with Checkpoint(folder) as checkpoint:
         if not chunk.post_process or SCORE not in checkpoint.names():
             return
+        if BIAS in checkpoint.names():
+            raise InputError(f"--critic {folder}: a critic's output layer has no {BIAS}: write a folder without it")
         place, found = chunk.output_weight(), checkpoint.tensor(SCORE)
         if place.shape != found.shape:
             raise InputError(
@@ -223,14 +226,14 @@ def build_reference(settings: Settings, session: Session, folder: Path, build: B
     return FrozenModel(freeze(chunks, host), weights, settings.publish.dtype, settings.algorithm.ref_interval)
 
 
-def build_teacher(settings: Settings, session: Session, name: str) -> FrozenModel:
-    """Build the teacher of this name from its Hugging Face folder's weights, with its own architecture."""
-    of_teacher = settings.teachers[name]
-    assert of_teacher.model.hf_model is not None
-    chunks = build_model(of_teacher)
+def build_frozen(settings: Settings, session: Session, name: str) -> FrozenModel:
+    """Build the model of this name in a frozen role from its Hugging Face folder, with its own architecture."""
+    own = settings.frozen[name]
+    assert own.model.hf_model is not None
+    chunks = build_model(own)
     weights = ModelWeights(chunks, session)
-    weights.load_hf(of_teacher.model.hf_model)
+    weights.load_hf(own.model.hf_model)
     host = session.platform if settings.loop.frozen_offload else None
-    is_alike = of_teacher.architecture == settings.architecture
-    may_be_policy = is_alike and TEACHER.find_divergence(settings.algorithm) is None
+    role = find_roles(settings.algorithm)[find_role(name)]
+    may_be_policy = own.architecture == settings.architecture and role.find_divergence(settings.algorithm) is None
     return FrozenModel(freeze(chunks, host), weights, settings.publish.dtype, may_be_policy=may_be_policy)
