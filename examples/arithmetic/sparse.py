@@ -15,12 +15,14 @@ FORGOTTEN = 0.98
 FLAGS = ("--global-batch-size", "256", "--micro-batch-size", "128")
 FILTER = ("--grpo-filter-groups-with-same-reward",)
 CLIP_HIGHER = ("--grpo-clamp-eps-upper", "0.28")
+# With a critic responses need no group: each of the same number has a prompt of its own.
+CRITIC = ("--algorithm", "ppo", "--critic", "policy", "--critic-lr", "1e-3", "--critic-warmup-iters", "2")
 VARIANTS = {
     "neither": (),
     "clip-higher": CLIP_HIGHER,
     "dynamic sampling": FILTER,
     "both": (*FILTER, *CLIP_HIGHER),
-    "a critic": ("--algorithm", "ppo", "--critic", "policy", "--critic-lr", "1e-3", "--critic-warmup-iters", "5"),
+    "a critic": (*CRITIC, "--grpo-prompts-per-step", "1024", "--grpo-group-size", "1"),
 }
 
 

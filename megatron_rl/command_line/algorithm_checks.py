@@ -160,10 +160,10 @@ def _check_advantage(settings: DraftSettings) -> Iterator[str]:
     advantage = ADVANTAGES.get(algorithm.advantage)
     compares = advantage is None or advantage.compares
     if algorithm.group_size < 2 and compares and settings.run.stage == "grpo":
-        yield (
-            f"--grpo-group-size {algorithm.group_size} must be at least 2: a response is compared with the others of "
-            "its group; write 2 or more"
-        )
+        flag = f"--grpo-group-size {algorithm.group_size}"
+        source = settings.sources.get("algorithm.group_size", flag)
+        said, origin = (source, "") if source.startswith("--") else (flag, f" ({source})")
+        yield f"{said} must be at least 2: a response is compared with the others of its group; write 2 or more{origin}"
     if advantage is None:
         return
     said = f"--grpo-advantage {advantage.name}"

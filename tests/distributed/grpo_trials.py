@@ -122,7 +122,12 @@ class Witness:
     """A recorder of what the learner's parts are given."""
 
     def __init__(
-        self, objective: Objective, policy: Policy, model: Model, critic: Policy | None, of_critic: Model | None
+        self,
+        objective: Objective,
+        policy: Policy,
+        model: Model,
+        critic: Policy | None = None,
+        of_critic: Model | None = None,
     ):
         self.gradients: list[Tensors] = []
         self.weights: list[Tensors] = []

@@ -176,7 +176,7 @@ def counted_passes(witness: Witness) -> Iterator[collections.Counter]:
 
 def swapped_on_the_way() -> contextlib.AbstractContextManager:
     take = Piggyback.take
-    return mock.patch.object(Piggyback, "take", lambda self, front: take(self, front)[::-1])
+    return mock.patch.object(Piggyback, "take", lambda self, front, widths: take(self, front, widths)[::-1])
 
 
 def swapped_at_last() -> contextlib.AbstractContextManager:

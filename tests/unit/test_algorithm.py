@@ -15,7 +15,9 @@ from megatron_rl.algorithm.objective import Statistics, combine_statistics
 from megatron_rl.algorithm.settings import AlgorithmConfig
 from megatron_rl.errors import InputError
 
-SUMMED = sorted(name for name, advantage in ADVANTAGES.items() if not advantage.takes_components)
+SUMMED = sorted(
+    name for name, advantage in ADVANTAGES.items() if not (advantage.takes_components or advantage.takes_critic)
+)
 NEAR = {"rtol": 1e-9, "atol": 1e-12}
 rewards = st.lists(st.floats(-5, 5, width=32), min_size=2, max_size=12).map(np.array)
 
