@@ -123,7 +123,7 @@ class AlgorithmConfig(LossSettings):
     )
     roles: list[str] | None = own_flag(
         None,
-        "Roles of your own, FILE.py:ROLE=FOLDER each: a frozen model in the pass, and its part in the loss; "
+        "Your roles, FILE.py:ROLE=FOLDER each: a frozen model in the pass, and its part in the loss; "
         "docs/algorithms.md has a guide.",
         "--grpo-role",
     )

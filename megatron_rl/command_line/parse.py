@@ -27,7 +27,7 @@ from megatron_rl.versions import find_docs
 
 __all__ = ["RunSettings", "Settings", "list_problems", "parse", "parse_run", "parse_sizes"]
 
-# Only runs with a teacher, a critic or roles of their own import it.
+# Only runs with a teacher, a critic or --grpo-role import it.
 _OTHER_MODELS = "megatron_rl.command_line.other_models"
 _MISSING = re.compile(r"--[a-z][\w-]* is missing:")
 

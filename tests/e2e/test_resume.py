@@ -326,9 +326,9 @@ def test_a_run_with_a_critic_that_was_killed_resumes_in_the_same_and_in_another_
         ours, theirs = (line["critic"][of_critic] for line in lines)
         assert abs(ours - theirs) < 1e-5 * abs(theirs), of_critic
     # A run of its own begins with the critic of its flag.
-    anew = loop.draw_model(world.folder / "anew", 8, "llama", hidden_size=32, num_hidden_layers=2)
+    other_critic = loop.draw_model(world.folder / "other_critic", 8, "llama", hidden_size=32, num_hidden_layers=2)
     source = {"load": whole / "save", "finetune": True, "train_iters": 1}
-    begun = uninterrupted(world, "judged-anew", 2, **{**changes, "critic": anew, **source})
+    begun = uninterrupted(world, "judged-anew", 2, **{**changes, "critic": other_critic, **source})
     assert read_metrics(begun / "run")[0]["critic"]["value"] == 0
     saved = tensors_of(whole / "save" / "iter_0000001")
     assert {"critic.output_layer.weight", "optimizer.state.exp_avg.critic.output_layer.weight"} <= saved

@@ -61,23 +61,23 @@ def test_advantages_and_learned_values_are_those_of_the_formula(alpha, discount)
         critic="policy", gae_lambda=0.9, gae_discount=discount, critic_lambda=1.0, gae_length_alpha=alpha
     )
     others = {CRITIC: (values_N + 0.1).requires_grad_(), OLD_CRITIC: values_N}
-    found = judge(RoleLogProbs(values_N, values_N, others, rewards_N=rewards_N), sequences, config)
+    term = judge(RoleLogProbs(values_N, values_N, others, rewards_N=rewards_N), sequences, config)
     ends = np.cumsum(LENGTHS)[:-1]
     wanted, learned = [], []
     for values, rewards in zip(np.split(values_N.numpy(), ends), np.split(rewards_N.numpy(), ends), strict=True):
         decay = 0.9 if alpha is None else max(0.0, 1 - 1 / (alpha * max(1, len(values))))
         wanted.append(estimate(values, rewards, discount, decay))
         learned.append(values + estimate(values, rewards, discount, 1.0))
-    assert found.advantages_N is not None
-    assert found.loss_N is not None
-    np.testing.assert_allclose(found.advantages_N.numpy(), np.concatenate(wanted), rtol=1e-6, atol=1e-6)
+    assert term.advantages_N is not None
+    assert term.loss_N is not None
+    np.testing.assert_allclose(term.advantages_N.numpy(), np.concatenate(wanted), rtol=1e-6, atol=1e-6)
     target = np.concatenate(learned)
-    np.testing.assert_allclose(found.loss_N.detach().numpy(), (values_N.numpy() + 0.1 - target) ** 2 / 2, rtol=1e-6)
-    assert float(found.sums["critic.away_square"]) == pytest.approx(((target - values_N.numpy()) ** 2).sum())
+    np.testing.assert_allclose(term.loss_N.detach().numpy(), (values_N.numpy() + 0.1 - target) ** 2 / 2, rtol=1e-6)
+    assert float(term.sums["critic.away_square"]) == pytest.approx(((target - values_N.numpy()) ** 2).sum())
     # Neither advantages nor what is learned have gradients: only the values that are trained.
-    [gradient] = torch.autograd.grad(found.loss_N.sum(), others[CRITIC])
+    [gradient] = torch.autograd.grad(term.loss_N.sum(), others[CRITIC])
     np.testing.assert_allclose(gradient.numpy(), values_N.numpy() + 0.1 - target, rtol=1e-6, atol=1e-9)
-    assert not found.advantages_N.requires_grad
+    assert not term.advantages_N.requires_grad
 
 
 def test_clipped_values_stop_where_they_would_improve_further() -> None:
@@ -87,13 +87,13 @@ def test_clipped_values_stop_where_they_would_improve_further() -> None:
     rewards_N = torch.tensor([0.0, 0.0, 2.0, -1.0])
     config = AlgorithmConfig(critic="policy", critic_clip=0.2, critic_lambda=1.0)
     value_N.requires_grad_()
-    found = judge(
+    term = judge(
         RoleLogProbs(old_N, old_N, {CRITIC: value_N, OLD_CRITIC: old_N}, rewards_N=rewards_N), sequences, config
     )
-    assert found.loss_N is not None
-    [gradient] = torch.autograd.grad(found.loss_N.sum(), value_N)
+    assert term.loss_N is not None
+    [gradient] = torch.autograd.grad(term.loss_N.sum(), value_N)
     assert gradient.tolist() == pytest.approx([-0.95, 0.0, -1.5, 1.5])
-    assert float(found.sums["critic.clipped"]) == 1
+    assert float(term.sums["critic.clipped"]) == 1
 
 
 def test_rewards_come_at_the_ends_of_turns_and_of_responses() -> None:

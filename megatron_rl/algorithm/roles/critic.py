@@ -2,7 +2,7 @@
 
 With V the value before a target, r its reward, and V' the value before the next target of its response, 0 after the
 last one: d = r + g V' - V. The advantage of a target is the sum of d over it and later targets, each discounted by g
-times lambda a token (generalized advantage estimation). The critic learns V plus such a sum with a lambda of its own.
+times lambda a token (generalized advantage estimation). The critic learns V plus such a sum with another lambda.
 
 Letters: N targets, S responses.
 """

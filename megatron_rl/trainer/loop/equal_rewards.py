@@ -80,7 +80,7 @@ def _list_other_terms(settings: Settings) -> Iterator[str]:
     if algorithm.teacher is not None:
         yield "the divergence from the teacher (--teacher)"
     if algorithm.roles:
-        yield "a role of your own (--grpo-role)"
+        yield "a role from a file (--grpo-role)"
     if algorithm.entropy_coef:
         yield "the entropy (--grpo-entropy-coef)"
     if transformer.moe_aux_loss_coeff or transformer.moe_z_loss_coeff:

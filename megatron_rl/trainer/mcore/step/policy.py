@@ -125,13 +125,13 @@ def _load_values(chunk: PackedGPTModel, folder: Path) -> None:
             return
         if BIAS in checkpoint.names():
             raise InputError(f"--critic {folder}: a critic's output layer has no {BIAS}: write a folder without it")
-        place, found = chunk.output_weight(), checkpoint.tensor(SCORE)
-        if place.shape != found.shape:
+        place, values = chunk.output_weight(), checkpoint.tensor(SCORE)
+        if place.shape != values.shape:
             raise InputError(
-                f"--critic {folder}: {SCORE} has shape {list(found.shape)}, and a critic's has {list(place.shape)}: "
+                f"--critic {folder}: {SCORE} has shape {list(values.shape)}, and a critic's has {list(place.shape)}: "
                 f"write a classifier with one number, or a language model"
             )
-        place.data.copy_(found)
+        place.data.copy_(values)
 
 
 def build_base(
