@@ -373,7 +373,8 @@ def test_a_reward_that_asks_for_a_column_that_is_not_there_is_said_and_nothing_i
     reward.write_text("def f(completions, target): return [0.0] * len(completions)\n")
     folder = world.folder / "column"
     ranks = loop.run(folder, 1, world.words("column", reward=f"{reward}:f", rollout_folder=folder / "r"), code=2)
-    said = "--reward f: prompts.jsonl:1: it asks for target, and the row has no such column (it has answer): add it"
+    said = "it asks for target, and the row has no such column (it has answer, teacher): add it"
+    said = f"--reward f: prompts.jsonl:1: {said}"
     assert said in ranks.text()
     assert "--reward-on-error" not in ranks.text()
     assert "serving" not in (folder / "r" / "sidecar.log").read_text()
