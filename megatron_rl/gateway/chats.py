@@ -9,7 +9,7 @@ from jinja2 import TemplateError
 
 from megatron_rl.errors import InputError
 from megatron_rl.gateway.said import write_calls
-from megatron_rl.shared.chat import ChatWriter
+from megatron_rl.shared.chat import ChatWriter, read_tokenizer
 from megatron_rl.shared.protocol import wire
 from megatron_rl.tool_calls import JSON, Said, ToolCall
 
@@ -53,10 +53,7 @@ class TemplateChats:
 
     @classmethod
     def load(cls, folder: str) -> Self:
-        # Imported here: it takes a second, and scripted rehearsals do not need it.
-        from transformers import AutoTokenizer
-
-        return cls(AutoTokenizer.from_pretrained(folder))
+        return cls(read_tokenizer(folder))
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))

@@ -8,6 +8,7 @@ environment is what the template writes between two turns of the policy.
 import dataclasses
 import json
 import secrets
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ Decode = Callable[[Sequence[Sequence[int]]], list[str]]
 _ASKED: JSON = {"role": "user", "content": "?"}
 # The name of a tool in a call that stands for one whose name is not known.
 _ANY_TOOL = "tool"
+_importing = threading.Lock()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,12 +146,21 @@ def _read_arguments(arguments: Any) -> Any:
     return found if isinstance(found, dict) else arguments
 
 
+def read_tokenizer(folder: str) -> Any:
+    """Load the tokenizer of a checkpoint.
+
+    The import takes a second, and scripted rehearsals do not need it. One thread makes it at a time: transformers
+    replaces its module at the end, and a thread that waits for another's import would get the first one, without names.
+    """
+    with _importing:
+        from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
+
+
 def build_decoder(folder: str) -> Decode:
     """Build a decoder from the tokenizer of a checkpoint; it leaves out special tokens."""
-    # Imported here: it takes a second, and scripted rehearsals do not need it.
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = read_tokenizer(folder)
 
     def decode(sequences: Sequence[Sequence[int]]) -> list[str]:
         return list(tokenizer.batch_decode(sequences, skip_special_tokens=True))

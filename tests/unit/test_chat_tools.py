@@ -1,5 +1,7 @@
 """Chats with tools: schemas in the prompt, and what stands between a turn that calls tools and the next turn."""
 
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import transformers
 from megatron_rl.errors import InputError
 from megatron_rl.shared.chat import ChatWriter
 from tests import chat_models
+from tests.processes import ROOT
 
 TOOLS = [{"type": "function", "function": {"name": name, "description": "Count."}} for name in ("add", "subtract")]
 # What the policy writes, by template: each text is a call of `add`.
@@ -104,3 +107,25 @@ def test_a_template_without_calls_of_tools_is_refused_and_so_is_one_that_changes
     assert forgetting != chat_models.HERMES
     with pytest.raises(InputError, match="writes a call of a tool otherwise once its result follows"):
         ChatWriter(load(tmp_path / "other", forgetting)).write_turn([result("add", "4")], TOOLS)
+
+
+TWO_THREADS = """
+import sys, threading, time
+from megatron_rl.gateway.chats import TemplateChats
+from megatron_rl.shared.chat import build_decoder
+first, second = (threading.Thread(target=load, args=sys.argv[1:]) for load in (build_decoder, TemplateChats.load))
+first.start()
+while "transformers" not in sys.modules:
+    time.sleep(0.001)
+second.start()
+first.join(), second.join()
+"""
+
+
+def test_two_threads_may_load_the_tokenizer_at_once(tmp_path: Path) -> None:
+    folder = chat_models.save_tokenizer(tmp_path, "HERMES", "<|im_end|>")
+    ended = subprocess.run(
+        [sys.executable, "-c", TWO_THREADS, str(folder)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert "Traceback" not in ended.stderr, ended.stderr
+    assert ended.returncode == 0
