@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from megatron_rl.sidecar.agent import messages
@@ -145,6 +146,29 @@ def test_a_step_of_several_engines_is_one_request_and_each_answer_comes_by_itsel
             # A group is a request of its own.
             assert (await clients[0].post("/generate", extensions={STEP: "generate"})).status_code == 418
             assert len(count.routes) == 2
+
+    asyncio.run(check())
+
+
+def test_steps_leave_no_connection_open(tmp_path):
+    async def check() -> None:
+        async with connected(tmp_path) as (agent, _, host), engines(agent, host) as (made, clients):
+            for engine in made:
+                engine.may_answer.set()
+
+            async def step() -> None:
+                await asyncio.gather(*(client.post("/pause", extensions=PAUSE) for client in clients))
+
+            def num_sockets() -> int:
+                return len(psutil.Process().net_connections("tcp"))
+
+            await step()
+            await until(lambda: not host._transport._pool.connections)
+            before = num_sockets()
+            for _ in range(20):
+                await step()
+            # Connections end on both sides soon after the last answer; the host's lease has one of its own.
+            await until(lambda: num_sockets() <= before + 2)
 
     asyncio.run(check())
 

@@ -18,8 +18,8 @@ SERVER_KEEPS_SECONDS = 3600
 
 STEP = "step"
 """The extension of a request that names the step of an engine to which it belongs."""
-STEPS = ("pause", "reach", "load", "commit", "probe")
-"""The steps of a publish, which all engines take at nearly the same time."""
+STEPS = ("health", "prepare", "learn", "reload", "pause", "reach", "load", "commit", "probe")
+"""The steps of a start and of a publish, which all engines of a host reach at nearly the same time."""
 
 
 def reach_socket(path: str, is_ours: bool) -> httpx.AsyncBaseTransport:

@@ -1,13 +1,14 @@
 """Requests to engines on another host, which go to the agent of the host in lists. The agent passes them on.
 
-The requests of a publish's step to the engines of a host are one list, and any other request is a list of its own. Each
-engine's answer arrives by itself, as soon as the engine has given it: a slow or lost engine delays no other one's, and
-each error stays that of its engine. A request that is given up ends at its engine with the last of its list.
+The requests of one step of a start or a publish to the engines of a host are one list. Any other request, a sampling
+call above all, is a list of its own. Each engine's answer arrives by itself, as soon as the engine has given it: a slow
+or lost engine delays no other one's, and each error stays that of its engine. A request that is given up ends at its
+engine with the last of its list.
 """
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
 import httpx
 import msgspec
@@ -60,8 +61,14 @@ class EngineRequests:
         sending = asyncio.create_task(self._send(requests, answers, self._connects))
         self._sending.add(sending)
         sending.add_done_callback(self._sending.discard)
+
+        def give_up(answer: asyncio.Future[EngineAnswer]) -> None:
+            # After the last answer the sending ends by itself. A cancellation that meets its end leaves the socket open.
+            if answer.cancelled() and all(other.done() for other in answers):
+                sending.cancel()
+
         for answer in answers:
-            answer.add_done_callback(lambda _: sending.cancel() if all(one.done() for one in answers) else None)
+            answer.add_done_callback(give_up)
 
     async def _send(
         self,
@@ -72,11 +79,14 @@ class EngineRequests:
         error: Exception = httpx.ReadError("the agent ended its answer before all engines had given theirs")
         data = bytearray()
         try:
-            async for part in self._stream(msgspec.msgpack.encode(requests), opening):
-                data += part
-                for found in unpack(data):
-                    if not answers[found.number].done():
-                        answers[found.number].set_result(found)
+            async with contextlib.aclosing(self._stream(msgspec.msgpack.encode(requests), opening)) as parts:
+                async for part in parts:
+                    data += part
+                    for found in unpack(data):
+                        if not answers[found.number].done():
+                            answers[found.number].set_result(found)
+                    if all(answer.done() for answer in answers):
+                        break
         except httpx.HTTPError as failure:
             error = failure
         except msgspec.DecodeError as failure:
@@ -87,7 +97,7 @@ class EngineRequests:
 
     async def _stream(
         self, requests: bytes, opening: contextlib.AbstractAsyncContextManager[None]
-    ) -> AsyncIterator[bytes]:
+    ) -> AsyncGenerator[bytes, None]:
         """Send the requests; yield the answers in parts."""
         async with contextlib.AsyncExitStack() as stack:
             async with opening:
@@ -113,7 +123,7 @@ class Forwarded(httpx.AsyncBaseTransport):
     """Sends the requests of an engine through a function, which knows the engine's host."""
 
     def __init__(self, engine: str, ask: Callable[[EngineRequest, bool], Awaitable[EngineAnswer]]) -> None:
-        """`ask` learns whether the request belongs to a publish's step."""
+        """`ask` learns whether the request belongs to a step that all engines of a host reach at nearly the same time."""
         self._engine = engine
         self._ask = ask
 

@@ -119,7 +119,7 @@ class Connection:
     async def _get(self, route: str) -> httpx.Response | None:
         try:
             async with asyncio.timeout(self._health_seconds):
-                return await self._race(self._http.get(route))
+                return await self._race(self._http.get(route, extensions={STEP: "health"}))
         except (TimeoutError, httpx.HTTPError, RuntimeError):
             return None
 
