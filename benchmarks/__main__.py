@@ -77,6 +77,8 @@ BENCHMARKS: Mapping[str, Mapping[str, str]] = {
         "service_ms_turn": "milliseconds of its processor for a turn, scripted engines included",
         "environments_ms_turn": "milliseconds of the environments' processes for a turn",
         "kib_conversation": "KiB of the service for a conversation",
+        "agent_begin_ms": "milliseconds from the begin of an agent's rollout to its first line, at most 10",
+        "agent_mib": "MiB that its process has for itself before the agent does anything, at most 3",
         "delay_p50": "seconds that a turn takes beyond the engine's time, the median",
         "delay_p99": "the same of the slowest turn in a hundred",
     },

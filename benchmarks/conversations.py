@@ -4,6 +4,10 @@
 processes of their own, as in a run. Groups are made, checked and kept as an iteration's. Policy and environment say 32
 tokens in turn, so the last turn is sampled after 1,280 tokens. A turn takes an engine a fixed time. What comes between
 the begins of two turns of a conversation beyond this time is the turn's delay.
+
+Then agents make two calls each through the gateway, one agent after the other: the time until the agent's first line,
+the time of the whole rollout, and the memory that its process has for itself at the second call and before the first.
+Calls are made with Python's HTTP client and with OpenAI's.
 """
 
 import argparse
@@ -31,6 +35,8 @@ from megatron_rl.sidecar.engines import GroupRequest
 from megatron_rl.sidecar.engines.pool import EnginePool
 from megatron_rl.sidecar.engines.scripted import Script, ScriptedEngine
 from megatron_rl.sidecar.group_maker import Counters, GroupMaker, NoScorer
+from tests.agents import Engines as AgentEngines
+from tests.agents import acting
 from tests.sidecar.scripted_service import Engines, weights
 
 NUM_CONVERSATIONS, GROUP_SIZE, NUM_TURNS, NUM_TOKENS = 10_000, 8, 20, 32
@@ -47,6 +53,36 @@ class Talk:
 
     def get_reward(self):
         return float(self.turns)
+"""
+
+NUM_ROLLOUTS = 100
+CLIENTS = {"plain": "with http.client", "client": "with openai"}
+"""The agents by the name of their function."""
+AGENT = """
+import http.client, json, time
+from urllib.parse import urlsplit
+
+import openai
+
+MESSAGES = [{"role": "user", "content": "7 8"}]
+
+def idle(base_url, api_key, model):
+    time.sleep(1.0)
+
+def plain(base_url, api_key, model):
+    begun, place = time.monotonic(), urlsplit(base_url)
+    for _ in range(2):
+        connection = http.client.HTTPConnection(place.hostname, place.port)
+        body = json.dumps({"model": model, "messages": MESSAGES})
+        connection.request("POST", place.path + "/chat/completions", body, {"authorization": "Bearer " + api_key})
+        assert "choices" in json.loads(connection.getresponse().read())
+    return begun
+
+def client(base_url, api_key, model):
+    begun, policy = time.monotonic(), openai.OpenAI()
+    for _ in range(2):
+        policy.chat.completions.create(model=model, messages=MESSAGES)
+    return begun
 """
 
 
@@ -95,8 +131,18 @@ def main() -> None:
     report.table("memory of a conversation", kib, "KiB")
     half, most = np.quantile(cost.delays, [0.5, 0.99])
     report.table("a turn's delay", {"all turns after the first": cost.delays, "99 of 100 are below": [most]}, "s")
+    num_rollouts = 2 if arguments.tiny else NUM_ROLLOUTS
+    agents = {name: asyncio.run(measure_agents(name, num_rollouts)) for name in CLIENTS}
+    begun = asyncio.run(measure_process())
+    for number, (title, unit) in enumerate(
+        (("until an agent's first line", "ms"), ("an agent's rollout of two calls", "ms"), ("its process", "MiB"))
+    ):
+        report.table(title, {CLIENTS[name]: rows[number] for name, rows in agents.items()}, unit)
+    report.table("its process before the agent does anything", {"of its own": [begun]}, "MiB")
     report.finish(
         {
+            "agent_begin_ms": float(np.median(agents["plain"][0])),
+            "agent_mib": begun,
             "loop_ms_turn": milliseconds["the event loop"][0],
             "service_ms_turn": milliseconds["all of the service's threads"][0],
             "environments_ms_turn": milliseconds["the environments' processes"][0],
@@ -217,6 +263,50 @@ async def _run(folder: Path, num_conversations: int, seconds: float) -> Cost:
         delays=timed.delays,
         num_turns=timed.num_turns,
     )
+
+
+class _AgentEngines(AgentEngines):
+    """Engines that measure the process which calls them a second time."""
+
+    def __init__(self, mib: list[float]) -> None:
+        super().__init__()
+        self._mib = mib
+
+    async def generate(self, request: GroupRequest) -> list[wire.Response]:
+        if len(self.requests) % 2:
+            self._mib.append(_read_mib())
+        return await super().generate(request)
+
+
+def _read_mib() -> float:
+    """Return the memory that the process of the only rollout shares with no other one."""
+    newest = max(psutil.Process().children(recursive=True), key=lambda process: process.create_time())
+    return float(newest.memory_full_info().uss) / 2**20
+
+
+async def measure_process() -> float:
+    """Return the MiB of the process of a rollout whose agent has begun, and waits."""
+    with tempfile.TemporaryDirectory() as folder:
+        async with acting(Path(folder), AGENT, "idle") as world, world.agents.hold({}, 1) as conversation:
+            address = {"base_url": "http://127.0.0.1:9/v1", "api_key": "", "model": ""}
+            waiting = asyncio.create_task(conversation.call("act", 60.0, **address))
+            await asyncio.sleep(0.5)
+            mib = _read_mib()
+            await waiting
+            return mib
+
+
+async def measure_agents(name: str, num_rollouts: int) -> tuple[list[float], list[float], list[float]]:
+    """Return milliseconds until the first line, milliseconds of the whole, and MiB of the process, each a rollout."""
+    rows: tuple[list[float], list[float], list[float]] = ([], [], [])
+    with tempfile.TemporaryDirectory() as folder:
+        async with acting(Path(folder), AGENT, name, engines=_AgentEngines(rows[2])) as world:
+            for _ in range(num_rollouts):
+                begun = time.monotonic()
+                (response,) = await world.act(on_error=None)
+                rows[0].append(1e3 * (response.reward - begun))
+                rows[1].append(1e3 * (time.monotonic() - begun))
+    return rows
 
 
 def _lost(*lost: Any) -> None:

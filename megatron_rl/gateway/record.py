@@ -41,7 +41,8 @@ class CallPart:
     """The number of the part whose tokens it follows."""
     after: int
     """The number of tokens, from the first of all, that it shares with the parent's path."""
-    tokens: np.ndarray
+    data: bytes
+    """Its tokens as they travel: an array would take twice the memory of a short turn."""
     num_given: int
     """The number of its tokens that the policy did not sample, which stand first."""
     log_probs: bytes = b""
@@ -51,20 +52,24 @@ class CallPart:
     fingerprint: str = ""
 
     @property
+    def tokens(self) -> np.ndarray:
+        return wire.decode_tokens(self.data)
+
+    @property
     def end(self) -> int:
         """The number of tokens from the first of all to its end."""
-        return self.after + len(self.tokens)
+        return self.after + len(self.data) // 4
 
 
 class ConversationRecord:
     """The parts of a conversation, in the order in which they came."""
 
     def __init__(self, prompt: np.ndarray, sampling: wire.Sampling) -> None:
-        self.parts = [CallPart(0, 0, prompt, len(prompt))]
+        self.parts = [CallPart(0, 0, wire.encode_tokens(prompt), len(prompt))]
         self._sampling = sampling
         self.num_tokens = 0
         """The number of tokens of the response."""
-        self._heard = prompt[:0]
+        self._heard = b""
         self._is_chain = True
 
     @property
@@ -85,21 +90,19 @@ class ConversationRecord:
         """Note what was said after the last turn, for the next one; return False if no token would be left for it."""
         if self.num_turns >= self._sampling.max_turns or self.num_tokens + len(tokens) >= self._sampling.max_tokens:
             return False
-        self._heard = np.asarray(tokens, dtype=self.parts[0].tokens.dtype)
+        self._heard = wire.encode_tokens(tokens)
         return True
 
     def read_heard(self) -> tuple["array[int]", int]:
         """Return all tokens before the next turn of a chain, and the number of tokens that are left for it."""
-        tokens = np.concatenate([*(part.tokens for part in self.parts), self._heard])
-        left = self._sampling.max_tokens + len(self.parts[0].tokens) - len(tokens)
-        return array("i", tokens.tobytes()), left
+        tokens = array("i", b"".join([*(part.data for part in self.parts), self._heard]))
+        return tokens, self._sampling.max_tokens - self.num_tokens - len(self._heard) // 4
 
-    def say(self, turn: wire.Response) -> list[int]:
+    def say(self, turn: wire.Response) -> "array[int]":
         """Add the next turn of a chain; return its tokens."""
-        sampled = wire.decode_tokens(turn.tokens)
-        self._append(len(self.parts) - 1, self.parts[-1].end, self._heard, sampled, turn)
-        self._heard = self._heard[:0]
-        return sampled.tolist()
+        self._append(len(self.parts) - 1, self.parts[-1].end, self._heard, turn.tokens, turn)
+        self._heard = b""
+        return array("i", turn.tokens)
 
     def read_path(self, number: int) -> np.ndarray:
         """Return all tokens from the first one to the end of a part."""
@@ -134,22 +137,20 @@ class ConversationRecord:
 
     def add(self, prompt: np.ndarray, turn: wire.Response) -> int:
         """Add a turn that was sampled after `prompt`; return the number of its part."""
-        return self._add(prompt, wire.decode_tokens(turn.tokens), turn)
+        return self._add(prompt, turn.tokens, turn)
 
-    def _add(self, prompt: np.ndarray, sampled: np.ndarray, turn: wire.Response | CallPart) -> int:
+    def _add(self, prompt: np.ndarray, sampled: bytes, turn: wire.Response | CallPart) -> int:
         parent, after = self.find_shared(prompt)
-        self._append(parent, after, prompt[after:], sampled, turn)
+        self._append(parent, after, wire.encode_tokens(prompt[after:]), sampled, turn)
         return len(self.parts) - 1
 
-    def _append(
-        self, parent: int, after: int, given: np.ndarray, sampled: np.ndarray, turn: wire.Response | CallPart
-    ) -> None:
+    def _append(self, parent: int, after: int, given: bytes, sampled: bytes, turn: wire.Response | CallPart) -> None:
         self._is_chain &= parent == len(self.parts) - 1 and after == self.parts[parent].end
-        tokens = np.concatenate([given, sampled])
+        data, spans = given + sampled, tuple(turn.spans)
         self.parts.append(
-            CallPart(parent, after, tokens, len(given), turn.log_probs, turn.spans, turn.engine, turn.fingerprint)
+            CallPart(parent, after, data, len(given) // 4, turn.log_probs, spans, turn.engine, turn.fingerprint)
         )
-        self.num_tokens += len(given) + len(sampled)
+        self.num_tokens += len(data) // 4
 
     def build_response(
         self,
@@ -167,12 +168,11 @@ class ConversationRecord:
         """
         # A chain is in order as it is.
         parts, branches = _lay_out(self if self._is_chain else self._sort())
-        tokens = np.concatenate([part.tokens for part in parts])
         last = parts[-1]
         # A turn under other weights makes the whole response one: it is refused where the group is checked.
         others = [part.fingerprint for part in self.parts[1:] if part.fingerprint != last.fingerprint]
         return wire.Response(
-            tokens=wire.encode_tokens(tokens),
+            tokens=b"".join(part.data for part in parts),
             log_probs=b"".join(_read_log_probs(part) for part in parts),
             finish_reason=reason,
             seed=seed,
@@ -204,7 +204,7 @@ class ConversationRecord:
     def get_order(self, number: int) -> tuple[Any, ...]:
         """Return a key that orders calls by their tokens: a call comes after those that it extends."""
         prompt = self._read_prompt(number)
-        return len(prompt), prompt.tobytes(), self._read_sampled(number).tobytes(), self.parts[number].log_probs
+        return len(prompt), prompt.tobytes(), self._read_sampled(number), self.parts[number].log_probs
 
     def get_depth(self, number: int) -> tuple[Any, ...]:
         """Return a key that orders calls by how far they continue the row's prompt; other calls come first."""
@@ -216,9 +216,9 @@ class ConversationRecord:
         path, part = self.read_path(number), self.parts[number]
         return path[: len(path) - len(part.tokens) + part.num_given]
 
-    def _read_sampled(self, number: int) -> np.ndarray:
+    def _read_sampled(self, number: int) -> bytes:
         part = self.parts[number]
-        return part.tokens[part.num_given :]
+        return part.data[4 * part.num_given :]
 
     def _sort(self) -> "ConversationRecord":
         """Add all turns again in an order that follows from their tokens: a call comes after those that it extends."""
@@ -237,7 +237,7 @@ def _lay_out(record: ConversationRecord) -> tuple[list[CallPart], list[wire.Bran
     branches: list[wire.Branch] = []
     end = 0
     # Tokens of the prompt are counted from its end: -1 is its last one.
-    starts = {0: -len(record.parts[0].tokens)}
+    starts = {0: -record.parts[0].end}
     waiting = [0]
     while waiting:
         number = waiting.pop()
@@ -248,7 +248,7 @@ def _lay_out(record: ConversationRecord) -> tuple[list[CallPart], list[wire.Bran
             if after != end:
                 branches.append(wire.Branch(start=end, after=after))
             parts.append(part)
-            end += len(part.tokens)
+            end += len(part.data) // 4
         # The last one is taken first: of those that share the most, the one that comes first in the record.
         waiting += sorted(followers[number], key=lambda one: (record.parts[one].after, -one))
     return parts, branches
@@ -263,7 +263,7 @@ def _list_spans(parts: list[CallPart], engine: str) -> Iterator[wire.VersionSpan
         where = "" if part.engine == engine else part.engine
         for span in part.spans:
             yield msgspec.structs.replace(span, start=sampled + span.start, end=sampled + span.end, engine=where)
-        begin += len(part.tokens)
+        begin += len(part.data) // 4
 
 
 def _read_log_probs(part: CallPart) -> bytes:

@@ -219,7 +219,10 @@ def run_rollout(
     # From here on, so that a parent can tell descendants from a rollout that it has not heard of.
     os.setsid()
     adopt_orphans()
-    os.environ.update(HOME=folder, TMPDIR=folder, **build_variables(call["base_url"], call["api_key"]))
+    variables = build_variables(call["base_url"], call["api_key"])
+    # One by one: `update` asks each class of mappings, which would give the process a copy of half a MiB of them.
+    for name, value in {"HOME": folder, "TMPDIR": folder, **variables}.items():
+        os.environ[name] = value
     tempfile.tempdir = None
     seed_generators(opened["seed"])
     content: dict[str, Any]
@@ -286,9 +289,10 @@ def _load(setup: Setup) -> tuple[Any, Any]:
 
 
 def _serve(function: Callable[..., Any], setup: Setup, requests: IO[bytes], answers: IO[bytes]) -> None:
-    # Imported even if the file does not: a rollout that imports it later could not seed its generator.
+    # Imported even if the file does not: a rollout that imports it later could not seed its generator. numpy itself
+    # imports it at its first use, which would be in each rollout.
     with contextlib.suppress(ImportError):
-        importlib.import_module("numpy")
+        importlib.import_module("numpy.random")
     # Objects that the collector of garbage visits would be copied into each fork.
     gc.collect()
     gc.freeze()

@@ -224,7 +224,7 @@ class Conversations(GroupRollouts):
         return [] if heard is None else [{"role": "user", "content": heard}]
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class _Draft:
     """A response while its conversation lasts."""
 

@@ -63,7 +63,7 @@ class EngineRequests:
         sending.add_done_callback(self._sending.discard)
 
         def give_up(answer: asyncio.Future[EngineAnswer]) -> None:
-            # After the last answer the sending ends by itself. A cancellation that meets its end leaves the socket open.
+            # After the last answer the sending ends by itself: a cancellation that meets its end leaves a socket open.
             if answer.cancelled() and all(other.done() for other in answers):
                 sending.cancel()
 
@@ -123,7 +123,7 @@ class Forwarded(httpx.AsyncBaseTransport):
     """Sends the requests of an engine through a function, which knows the engine's host."""
 
     def __init__(self, engine: str, ask: Callable[[EngineRequest, bool], Awaitable[EngineAnswer]]) -> None:
-        """`ask` learns whether the request belongs to a step that all engines of a host reach at nearly the same time."""
+        """`ask` learns whether the request belongs to a step of all engines of a host."""
         self._engine = engine
         self._ask = ask
 
