@@ -12,7 +12,7 @@ import torch
 from benchmarks.kernels.computation import Computation
 from megatron_rl.ops import sampled
 from megatron_rl.ops.adam import OnePassAdam, OnePassAdamW
-from megatron_rl.ops.sampled import naive as naive_sampled
+from megatron_rl.ops.sampled import score_naively
 from megatron_rl.ops.slices import Move, Placed, Slice, naive, triton_fused
 
 _NUM_STEPS = 3
@@ -55,7 +55,7 @@ def list_sampled(sizes: Sequence[tuple[int, int]]) -> Iterator[Computation]:
             f"sampled tokens, {num_rows:,} x {num_columns:,}",
             ("log-probs", "ranks"),
             sampled.score,
-            naive_sampled.score,
+            score_naively,
             functools.partial(_draw_logits, num_rows, num_columns),
             has_gradients=False,
             num_bytes=(2 * num_rows * num_columns, 0),

@@ -30,7 +30,7 @@ from megatron_rl.ops.log_probs import triton_kernels as output_layer_kernels
 from megatron_rl.ops.qkv import triton_fused as heads_fused
 from megatron_rl.ops.qkv import triton_kernels as heads_kernels
 from megatron_rl.ops.sampled import triton_kernels as sampled_kernels
-from megatron_rl.ops.shared_prompt.backends import cudnn, join_kernels, triton_fused, triton_kernels
+from megatron_rl.ops.shared_prompt.backends import cudnn, triton_fused, triton_kernels
 from megatron_rl.ops.shared_prompt.backends.triton_blocks import HOPPER, Blocks, Chip, choose_blocks
 from megatron_rl.ops.shared_prompt.backends.triton_tables import TILE
 from megatron_rl.ops.slices import triton_fused as slices_fused
@@ -131,7 +131,7 @@ def list_join(target: str, is_all: bool) -> Iterator[Kernel]:
         sizes = {"HEAD_DIM": head_dim, "WIDTH": triton_fused.compute_width(head_dim), "ROWS": cudnn.ROWS}
         types = {".*_NHD": f"*{dtype}", "num_rows|length": "i32", ".*": "*fp32"}
         properties = {"dtype": dtype, "head_dim": head_dim}
-        yield Kernel(join_kernels.join_results_kernel, types, sizes, properties, cudnn.NUM_WARPS)
+        yield Kernel(triton_kernels.join_results_kernel, types, sizes, properties, cudnn.NUM_WARPS)
 
 
 def list_elementwise(target: str, is_all: bool) -> Iterator[Kernel]:

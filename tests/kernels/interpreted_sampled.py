@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_rl.ops import sampled
-from megatron_rl.ops.sampled import naive, triton_kernels
+from megatron_rl.ops.sampled import score_naively, triton_kernels
 from tests.truth import error_over_bound
 
 # A number far above the least one overflows, as it may.
@@ -22,7 +22,7 @@ def draw(num_rows: int, num_columns: int, dtype: torch.dtype) -> torch.Tensor:
 def check(logits_RV: torch.Tensor, chosen_R: torch.Tensor) -> sampled.Scores:
     """Score, and hold the result against the naive twin's and the truth."""
     found = sampled.score(logits_RV, chosen_R)
-    plain, truth = naive.score(logits_RV, chosen_R), naive.score(logits_RV.double(), chosen_R)
+    plain, truth = score_naively(logits_RV, chosen_R), score_naively(logits_RV.double(), chosen_R)
     assert found.log_probs_R.dtype == FP32
     assert error_over_bound(found.log_probs_R, plain.log_probs_R, truth.log_probs_R) <= 1
     assert torch.equal(found.ranks_R, truth.ranks_R)

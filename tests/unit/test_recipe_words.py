@@ -5,8 +5,9 @@ import sys
 
 import pytest
 
+from megatron_rl import recipe
 from megatron_rl.errors import UsageError
-from megatron_rl.trainer.recipe import hooks, script
+from megatron_rl.trainer.recipe import hooks
 
 OURS = {"--prompts", "--lr", "--rollout-devices"}
 THEIRS = {"--lr", "--own", "--spec"}
@@ -81,14 +82,14 @@ def test_a_patched_script_continues_if_grpo_is_not_asked_for(
     monkeypatch: pytest.MonkeyPatch, name: str, words: list[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", words)
-    monkeypatch.setattr(script, "run", lambda words: pytest.fail("it started"))
-    script.start(name)
+    monkeypatch.setattr(recipe, "run", lambda words: pytest.fail("it started"))
+    recipe.start(name)
 
 
 def test_a_patched_script_is_started_once_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--prompts=p.jsonl"])
-    monkeypatch.setattr(script, "run", lambda words: 5)
+    monkeypatch.setattr(recipe, "run", lambda words: 5)
     with pytest.raises(SystemExit, match="5"):
-        script.start("__main__")
-    monkeypatch.setattr(script, "_running", ["pretrain_gpt.py"])
-    script.start("__main__")
+        recipe.start("__main__")
+    monkeypatch.setattr(recipe, "_running", ["pretrain_gpt.py"])
+    recipe.start("__main__")

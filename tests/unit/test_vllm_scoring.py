@@ -15,7 +15,7 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 
 from megatron_rl.config.rollout import RolloutConfig
-from megatron_rl.ops.sampled import naive
+from megatron_rl.ops.sampled import score_naively
 from megatron_rl.ops.triton_support import without_compile_hook
 from megatron_rl.sidecar.temporary import make_socket_folder
 from megatron_rl.sidecar.vllm import scoring
@@ -35,7 +35,7 @@ SAMPLED = torch.tensor([3, 36, 0, 7])
 def tried(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
     """Let the naive twin stand in for the kernel, and note the dtypes that it was tried with."""
     dtypes: list[torch.dtype] = []
-    monkeypatch.setattr(scoring, "score", naive.score)
+    monkeypatch.setattr(scoring, "score", score_naively)
     monkeypatch.setattr(scoring, "try_kernel", lambda device, dtype: dtypes.append(dtype))
     return dtypes
 
@@ -64,7 +64,7 @@ def test_a_sampled_token_alone_is_scored_by_the_kernel_in_vllms_form(sampler: An
             max_per_req_token_ids=0, logits_mode=False,
         )  # fmt: skip
         assert type(found) is LogprobsTensors
-        truth = naive.score(LOGITS.double(), SAMPLED)
+        truth = score_naively(LOGITS.double(), SAMPLED)
         assert torch.equal(found.logprob_token_ids, SAMPLED[:, None])
         assert torch.allclose(found.logprobs[:, 0].double(), truth.log_probs_R, rtol=1e-6)
         assert torch.equal(found.selected_token_ranks, truth.ranks_R)

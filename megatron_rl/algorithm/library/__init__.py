@@ -1,4 +1,4 @@
-"""The algorithms that have a name here: one file declares one, and this is their registry.
+"""The algorithms that have a name here: a file declares one with its variants, and this is their registry.
 
 A new algorithm is a file with an `Algorithm`, and its entry in `ALGORITHMS`. Settings that only its loss reads are a
 dataclass of that file, and a base of `LossSettings`. Flags, checks and tables of the documents follow.
@@ -8,31 +8,18 @@ import dataclasses
 from collections.abc import Mapping
 
 from megatron_rl.algorithm.declaration import Advantage, Algorithm, Loss, Preset
-from megatron_rl.algorithm.library import (
-    cispo,
-    dapo,
-    dppo,
-    dr_grpo,
-    gdpo,
-    grpo,
-    gspo,
-    opd,
-    ppo,
-    reinforce_plus_plus,
-    rloo,
-    sapo,
-)
+from megatron_rl.algorithm.library import cispo, dppo, gdpo, grpo, gspo, opd, ppo, reinforce, sapo
 
 ALGORITHMS: Mapping[str, Algorithm] = {
     "ppo": ppo.PPO,
     "grpo": grpo.GRPO,
-    "dr_grpo": dr_grpo.DR_GRPO,
-    "dapo": dapo.DAPO,
+    "dr_grpo": grpo.DR_GRPO,
+    "dapo": grpo.DAPO,
     "gspo": gspo.GSPO,
     "cispo": cispo.CISPO,
     "sapo": sapo.SAPO,
-    "rloo": rloo.RLOO,
-    "reinforce_plus_plus": reinforce_plus_plus.REINFORCE_PLUS_PLUS,
+    "rloo": reinforce.RLOO,
+    "reinforce_plus_plus": reinforce.REINFORCE_PLUS_PLUS,
     "gdpo": gdpo.GDPO,
     "dppo": dppo.DPPO,
     "opd": opd.OPD,

@@ -9,7 +9,7 @@ import torch
 
 from megatron_rl.ops import trials
 
-__all__ = ["Scores", "score", "try_kernel"]
+__all__ = ["Scores", "score", "score_naively", "try_kernel"]
 
 # Columns that end inside the kernel's third block. The kernel is compiled for rows with a length of any number, and for
 # those whose length is a multiple of 16, as most vocabularies' is.
@@ -23,6 +23,14 @@ class Scores(NamedTuple):
     """Their log-probs, in float32."""
     ranks_R: torch.Tensor
     """The number of columns that are at least as large, in int64; 1 for the largest."""
+
+
+def score_naively(logits_RV: torch.Tensor, chosen_R: torch.Tensor) -> Scores:
+    """Define the scores, in float64 if the logits are, else in float32."""
+    dtype = torch.promote_types(logits_RV.dtype, torch.float32)
+    values_RV, chosen_R1 = logits_RV.to(dtype), chosen_R[:, None]
+    log_probs_R = values_RV.log_softmax(-1).gather(1, chosen_R1)[:, 0]
+    return Scores(log_probs_R, (values_RV >= values_RV.gather(1, chosen_R1)).sum(-1))
 
 
 def score(logits_RV: torch.Tensor, chosen_R: torch.Tensor) -> Scores:
@@ -52,8 +60,6 @@ def try_kernel(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def _try_columns(device: torch.device, dtype: torch.dtype, num_columns: int) -> None:
-    from megatron_rl.ops.sampled import naive
-
     generator = torch.Generator().manual_seed(0)
     logits_RV = (4 * torch.randn(5, num_columns, generator=generator)).to(dtype)
     logits_RV[:, ::7] = -torch.inf
@@ -63,7 +69,7 @@ def _try_columns(device: torch.device, dtype: torch.dtype, num_columns: int) -> 
         return score(logits_RV.to(device), chosen_R.to(device))
 
     def define(device: torch.device, dtype: torch.dtype) -> Scores:
-        return naive.score(logits_RV.to(dtype), chosen_R)
+        return score_naively(logits_RV.to(dtype), chosen_R)
 
     # Ranks are so small that rounding explains no other one.
     trials.compare(("the log-prob", "the rank"), compute, define, device, torch.float32)

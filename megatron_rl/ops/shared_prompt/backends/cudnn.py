@@ -337,7 +337,7 @@ def join(
     if refuse_triton(out_NHD.device.type, out_NHD.dtype) is not None:
         join_plainly(own, above, out_NHD, own_joined, above_joined)
         return
-    from megatron_rl.ops.shared_prompt.backends.join_kernels import join_results_kernel
+    from megatron_rl.ops.shared_prompt.backends.triton_kernels import join_results_kernel
 
     num_rows, num_heads, head_dim = out_NHD.shape
     launch(
