@@ -214,7 +214,7 @@ def _write_projects(known: Mapping[str, Flag]) -> Iterator[str]:
     for project in read_projects():
         yield from (f"### {project.title}", "")
         yield from _write_implied(project)
-        rewritten = [name for name in (*project.same, *project.together) if name not in known]
+        rewritten = [name for name in (*project.same, *project.together, *project.conditions) if name not in known]
         if rewritten:
             yield from ("| flag | taken as |", "| --- | --- |")
             yield from (f"| `{name}` | {project.describe(name)} |" for name in rewritten)
@@ -236,6 +236,9 @@ def _write_implied(project: Project) -> Iterator[str]:
     yield from (f"Any of {signs} implies {implied}.", "")
     yield from (f"`{name}` implies `{words}`." for name, words in project.implied_by.items())
     yield from (f"`{name}` has the value of `{other}`, if that is written." for name, other in project.follows.items())
+    for name, entry in project.beside.items():
+        if entry["implies"]:
+            yield f"`{name}` implies {', '.join(f'`{text}`' for text in entry['implies'])}."
     yield ""
 
 

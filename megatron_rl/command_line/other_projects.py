@@ -58,6 +58,7 @@ class Project:
     title: str
     same: Mapping[str, str | list[str] | Mapping[str, str]] = dataclasses.field(default_factory=dict)
     together: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    beside: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     unused: Mapping[str, Flag] = dataclasses.field(default_factory=dict)
     implies: Mapping[str, str] = dataclasses.field(default_factory=dict)
     implied_by: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -67,7 +68,13 @@ class Project:
     prefix_reason: str = ""
 
     def has(self, name: str) -> bool:
-        return name in self.same or name in self.together or name in self.unused or name.startswith(self.prefixes)
+        tables: tuple[Mapping[str, Any], ...] = (self.same, self.together, self.unused, self.conditions)
+        return any(name in table for table in tables) or name.startswith(self.prefixes)
+
+    @functools.cached_property
+    def conditions(self) -> dict[str, tuple[str, str]]:
+        """The flags that count only beside another one, each with that one and with what it means then."""
+        return {name: (other, ours) for other, entry in self.beside.items() for name, ours in entry["flags"].items()}
 
     def find_remedy(self, name: str) -> str:
         """Return what to write instead of a flag that is refused, or of a choice; empty if the table does not say."""
@@ -80,6 +87,9 @@ class Project:
         """Describe what a flag is rewritten to, in Markdown."""
         if name in self.together:
             return str(self.together[name]["help"])
+        if name in self.conditions:
+            other, ours = self.conditions[name]
+            return f"`{ours}`, with `{other}`"
         entry = self.same[name]
         if isinstance(entry, Mapping):
             return ", ".join(f"`{text}` for {choice}" for choice, text in entry.items() if choice != "else")
@@ -197,8 +207,11 @@ class _Rewriter:
             self._drop(project.unused[name], values)
         elif name in project.together:
             _check_values(name, project.together[name].get("values"), values)
-        elif name in project.same:
-            meanings = _list_meanings(name, project.same[name], values)
+        elif name in project.conditions and not self._is_beside(condition := project.conditions[name][0]):
+            self._result.notes.append(f"{_join(name, values)} has no effect without {condition}, as in {project.title}")
+        elif name in project.same or name in project.conditions:
+            entry = project.same[name] if name in project.same else project.conditions[name][1]
+            meanings = _list_meanings(name, entry, values)
             for ours, theirs in meanings.items():
                 is_main = ours == next(iter(meanings))
                 self._mean(ours, _Meant(theirs, Origin(_join(name, values), name), is_main))
@@ -206,6 +219,10 @@ class _Rewriter:
         else:
             self._result.ignored.setdefault(project.prefix_reason, {})[name] = None
         return None
+
+    def _is_beside(self, words: str) -> bool:
+        """Check whether a flag of another project is written with these values."""
+        return any(_join(name, values) == words for name, _, values in self._theirs)
 
     def _drop(self, flag: Flag, values: list[str]) -> None:
         """Drop a flag without effect, or one that is refused unless its value asks for what holds anyway."""
@@ -267,8 +284,14 @@ class _Rewriter:
             texts = {text for name, text in project.implied_by.items() if name in written}
             if is_theirs:
                 texts |= {text for text, unless in project.implies.items() if written.isdisjoint(unless.split())}
+            besides = [
+                text for words, entry in project.beside.items() if self._is_beside(words) for text in entry["implies"]
+            ]
             said = []
-            for text in (text for text in (*project.implies, *project.implied_by.values()) if text in texts):
+            for text in (
+                *(text for text in (*project.implies, *project.implied_by.values()) if text in texts),
+                *besides,
+            ):
                 name, *values = text.split()
                 values = self._find_values(project.follows.get(name)) or values
                 if not set(self._known[name].targets) <= set_targets:

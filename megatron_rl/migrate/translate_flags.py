@@ -128,6 +128,9 @@ def _carry_batches(written: Mapping[str, list[str]], to: Translation) -> None:
 
 def _check_defaults(written: Mapping[str, list[str]], to: Translation) -> None:
     """Name the defaults of slime's that are not carried over."""
+    if to.words.get("--grpo-advantage") == ["gae"]:
+        # Responses are compared with the critic's values.
+        return
     if "--disable-grpo-std-normalization" not in written and "--algorithm" not in written:
         to.changed.append(
             "the advantages: slime divides by the sample's deviation, this package by the population's, which "

@@ -51,6 +51,19 @@ def _one_parser(monkeypatch: pytest.MonkeyPatch, known: Mapping[str, Flag]) -> N
         ),
         ("--advantage-estimator grpo", "--grpo-loss clip", "--advantage-estimator grpo is taken as --grpo-loss clip"),
         ("--disable-grpo-std-normalization", "--grpo-advantage mean", "is taken as --grpo-advantage mean: slime's"),
+        (
+            "--advantage-estimator ppo --lambd 0.95 --num-critic-only-steps 5 --critic-lr 1e-5",
+            "--grpo-advantage gae --gae-lambda 0.95 --critic-warmup-iters 5 --critic-lr 1e-5 --critic-clip 0.2 "
+            "--critic policy",
+            "slime's flags imply --critic-clip 0.2, --critic policy",
+        ),
+        ("--lambd 0.95", "", "--lambd 0.95 has no effect without --advantage-estimator ppo, as in slime"),
+        (
+            "--use-opd --opd-type megatron --opd-teacher-load T --opd-kl-coef 0.5",
+            "--teacher T --opd-coef 0.5",
+            "--opd-teacher-load T is taken as --teacher T",
+        ),
+        ("--opd-teacher-load T", "", "--opd-teacher-load T has no effect without --use-opd, as in slime"),
         ("--use-tis", f"{CORRECTED} {CAP} 2", f"slime's flags imply {CAP} 2"),
         ("--use-tis --tis-clip 3", f"{CORRECTED} {CAP} 3", ""),
         (f"--use-tis {CAP} 5", f"{CORRECTED} {CAP} 5", ""),

@@ -83,9 +83,18 @@ def test_a_slime_script_comes_to_our_flags_and_what_is_lost_is_named(tmp_path: P
 def test_slimes_averages_and_estimates_are_kept_or_named(tmp_path: Path) -> None:
     by_token = SLIME.replace("--eps-clip", "--calculate-per-token-loss --eps-clip")
     assert "--grpo-aggregation" not in translate_text(tmp_path, "run.sh", by_token).words
-    found = translate_text(tmp_path, "run.sh", SLIME.replace("estimator gspo", "estimator ppo"))
+    found = translate_text(tmp_path, "run.sh", SLIME.replace("estimator gspo", "estimator reinforce_plus_plus"))
     assert "--grpo-loss" not in found.words
-    assert is_named("--advantage-estimator ppo: ", [*found.missing])
+    assert is_named("--advantage-estimator reinforce_plus_plus: ", [*found.missing])
+
+
+def test_slimes_critic_has_slimes_defaults(tmp_path: Path) -> None:
+    found = translate_text(tmp_path, "run.sh", SLIME.replace("estimator gspo", "estimator ppo --lambd 0.95"))
+    assert found.words["--grpo-advantage"] == ["gae"]
+    assert found.words["--gae-lambda"] == ["0.95"]
+    assert found.words["--critic"] == ["policy"]
+    assert found.words["--critic-clip"] == ["0.2"]
+    assert not is_named("the advantages: ", found.changed)
 
 
 def test_a_verl_script_comes_to_our_flags(tmp_path: Path) -> None:
