@@ -5,9 +5,9 @@ processes of their own, as in a run. Groups are made, checked and kept as an ite
 tokens in turn, so the last turn is sampled after 1,280 tokens. A turn takes an engine a fixed time. What comes between
 the begins of two turns of a conversation beyond this time is the turn's delay.
 
-Then agents make two calls each through the gateway, one agent after the other: the time until the agent's first line,
-the time of the whole rollout, and the memory that its process has for itself at the second call and before the first.
-Calls are made with Python's HTTP client and with OpenAI's.
+Then agents make two calls each through the gateway, one agent after the other, with Python's HTTP client and with
+OpenAI's. Measured are the time until the agent's first line and the time of the whole rollout. The memory that the
+process has for itself is read before its first call and at the second one.
 """
 
 import argparse
@@ -35,8 +35,8 @@ from megatron_rl.sidecar.engines import GroupRequest
 from megatron_rl.sidecar.engines.pool import EnginePool
 from megatron_rl.sidecar.engines.scripted import Script, ScriptedEngine
 from megatron_rl.sidecar.group_maker import Counters, GroupMaker, NoScorer
+from tests.agents import CALLERS, acting
 from tests.agents import Engines as AgentEngines
-from tests.agents import acting
 from tests.sidecar.scripted_service import Engines, weights
 
 NUM_CONVERSATIONS, GROUP_SIZE, NUM_TURNS, NUM_TOKENS = 10_000, 8, 20, 32
@@ -58,32 +58,6 @@ class Talk:
 NUM_ROLLOUTS = 100
 CLIENTS = {"plain": "with http.client", "client": "with openai"}
 """The agents by the name of their function."""
-AGENT = """
-import http.client, json, time
-from urllib.parse import urlsplit
-
-import openai
-
-MESSAGES = [{"role": "user", "content": "7 8"}]
-
-def idle(base_url, api_key, model):
-    time.sleep(1.0)
-
-def plain(base_url, api_key, model):
-    begun, place = time.monotonic(), urlsplit(base_url)
-    for _ in range(2):
-        connection = http.client.HTTPConnection(place.hostname, place.port)
-        body = json.dumps({"model": model, "messages": MESSAGES})
-        connection.request("POST", place.path + "/chat/completions", body, {"authorization": "Bearer " + api_key})
-        assert "choices" in json.loads(connection.getresponse().read())
-    return begun
-
-def client(base_url, api_key, model):
-    begun, policy = time.monotonic(), openai.OpenAI()
-    for _ in range(2):
-        policy.chat.completions.create(model=model, messages=MESSAGES)
-    return begun
-"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -287,7 +261,7 @@ def _read_mib() -> float:
 async def measure_process() -> float:
     """Return the MiB of the process of a rollout whose agent has begun, and waits."""
     with tempfile.TemporaryDirectory() as folder:
-        async with acting(Path(folder), AGENT, "idle") as world, world.agents.hold({}, 1) as conversation:
+        async with acting(Path(folder), CALLERS, "idle") as world, world.agents.hold({}, 1) as conversation:
             address = {"base_url": "http://127.0.0.1:9/v1", "api_key": "", "model": ""}
             waiting = asyncio.create_task(conversation.call("act", 60.0, **address))
             await asyncio.sleep(0.5)
@@ -300,7 +274,7 @@ async def measure_agents(name: str, num_rollouts: int) -> tuple[list[float], lis
     """Return milliseconds until the first line, milliseconds of the whole, and MiB of the process, each a rollout."""
     rows: tuple[list[float], list[float], list[float]] = ([], [], [])
     with tempfile.TemporaryDirectory() as folder:
-        async with acting(Path(folder), AGENT, name, engines=_AgentEngines(rows[2])) as world:
+        async with acting(Path(folder), CALLERS, name, engines=_AgentEngines(rows[2])) as world:
             for _ in range(num_rollouts):
                 begun = time.monotonic()
                 (response,) = await world.act(on_error=None)

@@ -16,6 +16,34 @@ from megatron_rl.tool_calls import PlainReader
 from tests.reward_pools import leftovers
 from tests.turns import make_turn
 
+CALLERS = """
+import http.client, json, time
+from urllib.parse import urlsplit
+
+import openai
+
+MESSAGES = [{"role": "user", "content": "7 8"}]
+
+def idle(base_url, api_key, model):
+    time.sleep(1.0)
+
+def plain(base_url, api_key, model):
+    begun, place = time.monotonic(), urlsplit(base_url)
+    for _ in range(2):
+        connection = http.client.HTTPConnection(place.hostname, place.port)
+        body = json.dumps({"model": model, "messages": MESSAGES})
+        connection.request("POST", place.path + "/chat/completions", body, {"authorization": "Bearer " + api_key})
+        assert "choices" in json.loads(connection.getresponse().read())
+    return begun
+
+def client(base_url, api_key, model):
+    begun, policy = time.monotonic(), openai.OpenAI()
+    for _ in range(2):
+        policy.chat.completions.create(model=model, messages=MESSAGES)
+    return begun
+"""
+"""Agents that make two calls, each with another client, or none; they return the time of their first line."""
+
 
 class Engines:
     """Engines that say the length of what they heard, and the seed's last digits."""
