@@ -9,8 +9,10 @@ import enum
 import errno
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 
 class ExitCode(enum.IntEnum):
@@ -152,6 +154,17 @@ def packages_checked() -> Iterator[None]:
             f"the package {package} is not installed: pip install {package}; `megatron-rl doctor` lists all that a "
             "platform needs"
         ) from error
+
+
+def exit_checked(name: str, run: Callable[[], int]) -> NoReturn:
+    """End the process with the exit code of `run`, which imports what it needs: a package may be missing."""
+    try:
+        with packages_checked():
+            code = run()
+    except PlatformError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        code = error.exit_code
+    sys.exit(code)
 
 
 def _build_no_room(code: int, places: Sequence[Path]) -> NoRoom:

@@ -329,6 +329,11 @@ def _list_readers(settings: Settings) -> Iterator[tuple[bool, str, str, str]]:
     checkpoint, model = settings.checkpoint, settings.architecture
     adaptation = "initial_loss_scale min_loss_scale loss_scale_window hysteresis"
     is_adam = optimizer.optimizer == "adam"
+    # Some algorithms read the weights of functions, or the function that decides.
+    is_ours = (
+        settings.service.endpoint is None or settings.algorithm.filter_groups or settings.algorithm.advantage == "gdpo"
+    )
+    yield is_ours, "beside --rollout-endpoint, whose sidecar gives the rewards", "reward", "functions"
     is_saved, is_exported = checkpoint.save is not None, checkpoint.save_hf is not None
     is_interleaved = config.virtual_pipeline_model_parallel_size is not None
     is_wsd = settings.schedule.lr_decay_style == "WSD"

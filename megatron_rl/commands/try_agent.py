@@ -10,6 +10,7 @@ import asyncio
 import json
 import logging
 import tempfile
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from megatron_rl.sidecar.engines import GroupRequest
 from megatron_rl.tool_calls import JSON, Said, ToolCall
 from megatron_rl.trainer.data.prompt_files import read_rows
 
+_LOG, _NUM_LINES = "rewards.log", 40
 _ANSWER = "This is the answer of the stand-in policy."
 _EXAMPLES = {"string": "text", "boolean": True, "null": None}
 # Schemas may refer to themselves.
@@ -131,14 +133,23 @@ def main(argv: Sequence[str]) -> int:
     logger, printer = logging.getLogger("megatron_rl.gateway.application"), RefusalPrinter()
     logger.setLevel(logging.DEBUG)
     logger.addHandler(printer)
-    try:
-        with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder:
+        try:
             response = asyncio.run(_act(arguments, Path(folder)))
-    finally:
-        logger.removeHandler(printer)
+        finally:
+            logger.removeHandler(printer)
+            _print_log(Path(folder, _LOG))
     parts = ", ".join(f"{name} {value:g}" for name, value in response.components.items())
-    print(f"reward {response.reward:g} ({parts}), finish reason {response.finish_reason}")
+    told = f"reward {response.reward:g} ({parts})" if parts else "no reward of its own: a run needs --reward"
+    print(f"{told}, finish reason {response.finish_reason}")
     return ExitCode.OK
+
+
+def _print_log(file: Path) -> None:
+    """Print what the agent has printed, and its tracebacks."""
+    if file.is_file() and (text := file.read_text(errors="replace").strip()):
+        last = "\n".join(text.splitlines()[-_NUM_LINES:])
+        print(f"the end of the agent's own output, which a run writes to rewards.log\n{textwrap.indent(last, '  ')}")
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -166,13 +177,13 @@ async def _act(arguments: argparse.Namespace, folder: Path) -> wire.Response:
     )
     chats = None if arguments.hf_model is None else TemplateChats.load(arguments.hf_model)
     policy = StandIn()
-    opening = GatewayOpening.open(config, PoolSettings(log=folder / "log"))
+    opening = GatewayOpening.open(config, PoolSettings(log=folder / _LOG))
     gateway = opening.build(PrintedChats(chats), policy, reads_tools=True)
     sampling = wire.Sampling(max_tokens=arguments.rollout_max_tokens, max_turns=arguments.rollout_env_max_turns)
     try:
         await opening.agents.start()
         async with opening.serve(gateway):
-            rollouts = AgentRollouts(policy, opening.agents, gateway, None, ())
+            rollouts = AgentRollouts(policy, opening.agents, gateway, None, ["a function of --reward"])
             (transcript,) = await rollouts.hold_group(GroupRequest("try", (), 1, 0, sampling), prompt)
             return transcript.response
     finally:

@@ -146,6 +146,8 @@ def read_common(
 def _check_words(words: Sequence[str]) -> Iterator[str]:
     if not words:
         yield f"the trainer's command is missing: {USAGE}"
+    elif Path(words[0]).name == "torchrun" or "torch.distributed.run" in words:
+        yield f"{words[0]} must not stand after --, since the launch starts the ranks: {USAGE}"
     if _find(words, FLAG_OF_HOSTS) is not None:
         yield f"{FLAG_OF_HOSTS} must not be given after --: the launch writes it"
 

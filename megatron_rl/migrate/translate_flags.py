@@ -45,7 +45,7 @@ def translate_flags(head: Sequence[str], words: Sequence[str], script: object) -
 
 def _carry_rewards(left: dict[str, list[str]], to: Translation) -> None:
     """Carry over slime's flags of rewards and evaluations, and remove them from those that are left."""
-    for name in set(left) & {*_REWARDS, *_EVALUATED, "--eval-prompt-data", "--dynamic-sampling-filter-path"}:
+    for name in sorted(set(left) & {*_REWARDS, *_EVALUATED, "--eval-prompt-data", "--dynamic-sampling-filter-path"}):
         values, source = left[name], " ".join((name, *left[name]))
         if name in _REWARDS:
             to.require(

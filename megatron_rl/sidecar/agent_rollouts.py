@@ -101,8 +101,11 @@ class AgentRollouts(GroupRollouts):
             if rollout.broken is not None:
                 return CallFailed(rollout.broken)
             return acting.result()
+        except ProcessEnded as ended:
+            return ended
         except CallFailed as failure:
-            return failure
+            # Many clients raise without the reason that they were told.
+            return CallFailed(f"{failure}; {_explain_refusals(rollout)}") if rollout.num_refused else failure
         finally:
             ending.cancel()
             # Refusals end an agent that is called off.
@@ -155,8 +158,14 @@ def _explain_silence(rollout: OpenRollout) -> str:
     if rollout.limit is not None:
         return f"it had no answer: {rollout.limit}"
     if rollout.num_refused:
-        return f"its {rollout.num_refused} calls were refused, the last one because {rollout.last_refusal}"
+        return _explain_refusals(rollout)
     return "it ended without a call of the gateway"
+
+
+def _explain_refusals(rollout: OpenRollout) -> str:
+    if rollout.num_refused == 1:
+        return f"one of its calls was refused: {rollout.last_refusal}"
+    return f"{rollout.num_refused} of its calls were refused, the last one because {rollout.last_refusal}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -106,7 +106,7 @@ async def test_agents_act_through_the_gateway_and_each_fails_alone(tmp_path: Pat
             ("none", "returned None"),
             ("mute", "left nothing to train on: it ended without a call"),
             ("silent", r"agent of prompt 4 \(rows:4\) failed in each of 3 attempts: .*cannot begin.*; correct it$"),
-            ("refused", "its 3 calls were refused, the last one because 2 parts are refused: top_p 0.5 would"),
+            ("refused", "3 of its calls were refused, the last one because 2 parts are refused: top_p 0.5 would"),
         ):
             with pytest.raises(MegatronRLError, match=said):
                 await world.act(task=task)

@@ -307,6 +307,14 @@ def test_a_flag_that_nothing_reads_without_another_is_said_once(words: str, need
         assert not needed or not said(needed)
 
 
+@pytest.mark.parametrize(("more", "is_said"), [("", True), ("--grpo-advantage gdpo", False)])
+def test_a_reward_beside_another_sidecar_is_said_to_have_no_effect_unless_its_weight_is_read(
+    more: str, is_said: bool
+) -> None:
+    notes = parse(*DENSE, "--rollout-endpoint http://host:1 --reward exact", more).notes
+    assert any(note.startswith("--reward exact has no effect beside --rollout-endpoint") for note in notes) == is_said
+
+
 @pytest.mark.parametrize(("of_update", "num_notes"), [("32", 1), ("16", 0)])
 def test_replay_of_the_old_policys_experts_is_said_to_need_a_second_update(of_update: str, num_notes: int) -> None:
     words = ["--grpo-prompts-per-step", "8", "--grpo-group-size", "4", "--global-batch-size", of_update]

@@ -98,6 +98,9 @@ def test_words_that_the_run_would_refuse_start_nothing(place, capsys, scheduler,
     assert list(place.iterdir()) == []
     assert megatron_rl(["launch", scheduler, "--engine-hosts", "1", *image]) == ExitCode.USAGE
     assert "the trainer's command is missing: write megatron-rl launch SCHEDULER" in capsys.readouterr().err
+    for start in (["torchrun"], ["python", "-m", "torch.distributed.run"]):
+        assert megatron_rl(["launch", scheduler, "--engine-hosts", "1", *image, "--", *start, *words]) == ExitCode.USAGE
+        assert f"{start[0]} must not stand after --" in capsys.readouterr().err
 
 
 def test_files_of_the_run_are_checked_if_its_model_is_on_this_machine(place, capsys):

@@ -39,6 +39,11 @@ def act_otherwise(base_url, api_key, model):
     CLIENT.chat.completions.create(model=model, messages=messages, top_p=0.5, n=2)
 
 
+def look(base_url, api_key, model):
+    print("I only look")
+    CLIENT.chat.completions.create(model=model, messages=[{"role": "user", "content": "Hello"}])
+
+
 def fail(base_url, api_key, model):
     CLIENT.chat.completions.create(model=model, messages=[{"role": "user", "content": "Hello"}])
     try:
@@ -69,6 +74,13 @@ def test_an_agent_calls_its_tools_once_each_and_its_chat_and_reward_are_printed(
         assert f"reward {reward} (calls 2, said 1, chat {reward - 3})" in out
 
 
+def test_an_agent_without_a_reward_of_its_own_is_none_that_failed_and_its_output_is_shown(file: Path, capfd) -> None:
+    assert main(["try-agent", f"{file}:look"]) == ExitCode.OK
+    printed = capfd.readouterr()
+    assert "which a run writes to rewards.log\n  I only look\n" in printed.out
+    assert "no reward of its own: a run needs --reward, finish reason stop" in printed.out
+
+
 def test_refused_parameters_are_printed_once_with_their_reasons_and_no_reward_is_exit_code_5(file: Path, capfd) -> None:
     assert main(["try-agent", f"{file}:act_otherwise"]) == ExitCode.RUN
     printed = capfd.readouterr()
@@ -76,6 +88,8 @@ def test_refused_parameters_are_printed_once_with_their_reasons_and_no_reward_is
     assert "top_p 0.5 would sample" in printed.out
     assert "n 2 would sample" in printed.out
     assert "BadRequestError: Error code: 400" in printed.err
+    # The reason is shown although the client raises without it.
+    assert "; one of its calls was refused: 2 parts are refused: " in printed.err
 
 
 def test_an_agent_that_raises_is_reported_with_class_first_line_and_cause(file: Path, capfd) -> None:
@@ -83,3 +97,4 @@ def test_an_agent_that_raises_is_reported_with_class_first_line_and_cause(file: 
     printed = capfd.readouterr()
     assert "policy: This is the answer" in printed.out
     assert "LookupError: no weather; caused by JSONDecodeError: " in printed.err
+    assert "Traceback (most recent call last)" in printed.out

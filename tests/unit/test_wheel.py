@@ -66,6 +66,11 @@ def test_the_wheel_needs_no_clone(bin_folder: Path, tmp_path: Path) -> None:
         assert lacking.returncode == ExitCode.ENVIRONMENT, lacking.stderr
         assert "is not installed: pip install" in lacking.stderr
         assert "Traceback" not in lacking.stderr
+    for module in ("sidecar", "sidecar.agent", "config"):
+        lacking = run(bin_folder, "python", "-m", f"megatron_rl.{module}", "--help", place=tmp_path)
+        assert lacking.returncode == ExitCode.ENVIRONMENT, lacking.stderr
+        assert f"megatron_rl.{module}: the package " in lacking.stderr
+        assert "Traceback" not in lacking.stderr
     add_packages(bin_folder)
     shown = run(bin_folder, "python", "-m", "megatron_rl", "--platform", "cpu", "--hf-modle", "m", place=tmp_path)
     assert shown.returncode == ExitCode.USAGE

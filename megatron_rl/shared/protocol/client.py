@@ -256,4 +256,5 @@ def _build_error(answer: httpx.Response, what: str) -> RolloutError:
         return RolloutError(f"{what} was answered {answer.status_code}: {answer.text[:300]}")
     if found.code in _ERRORS:
         return _ERRORS[found.code](found.error)
-    return RolloutError(f"{what} was answered {answer.status_code}: {found.error}")
+    hint = ": --rollout-token-file must name the file `token` of the sidecar's folder" * (answer.status_code == 401)
+    return RolloutError(f"{what} was answered {answer.status_code}: {found.error}{hint}")
