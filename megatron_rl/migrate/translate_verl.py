@@ -61,10 +61,11 @@ def _require_reward(theirs: TheirSettings, to: Translation) -> None:
     name = name or "compute_score"
     module = file.rsplit("/", 1)[-1].removesuffix(".py") or "verl.utils.reward_score"
     function = name if file else "default_compute_score"
+    where = f"is beside {file} and " if file else ""
     to.require(
-        f"verl's reward reads reward_model.ground_truth of each row: write --reward FILE.py:reward, where FILE.py has "
-        f"`from {module} import {function}` and `reward = from_verl({function})` (docs/rewards.md); for a ready-made "
-        "reward copy ground_truth into a column of its own, and write --answer-key COLUMN",
+        f"verl's reward reads reward_model.ground_truth of each row: write --reward FILE.py:reward, where FILE.py "
+        f"{where}has `from {module} import {function}` and `reward = from_verl({function})` (docs/rewards.md); for a "
+        "ready-made reward copy ground_truth into a column of its own, and write --answer-key COLUMN",
         "--reward",
     )
 
