@@ -183,7 +183,7 @@ async def _act(arguments: argparse.Namespace, folder: Path) -> wire.Response:
     try:
         await opening.agents.start()
         async with opening.serve(gateway):
-            rollouts = AgentRollouts(policy, opening.agents, gateway, None, ["a function of --reward"])
+            rollouts = AgentRollouts(policy, opening.agents, gateway, None, (), needs_rewards=False)
             (transcript,) = await rollouts.hold_group(GroupRequest("try", (), 1, 0, sampling), prompt)
             return transcript.response
     finally:

@@ -13,7 +13,14 @@ from megatron_rl.migrate.shell_script import read_shell_script
 # Programs whose words after the script or module are the run's.
 _LAUNCHERS = ("torchrun", "python", "python3", "ray", "accelerate", "trl", "msrun", "deepspeed", "srun", "nohup", "uv")
 # The classes of TRL whose keywords are settings, each with the settings whose keywords have other names.
-_CLASSES: Mapping[str, Mapping[str, str]] = {"GRPOConfig": {}, "GRPOTrainer": {"model": "model_name_or_path"}}
+TEACHER = "teacher_model_name_or_path"
+"""TRL's setting that names the teacher, which only its distillation has."""
+_CLASSES: Mapping[str, Mapping[str, str]] = {
+    "GRPOConfig": {},
+    "GRPOTrainer": {"model": "model_name_or_path"},
+    "DistillationConfig": {},
+    "DistillationTrainer": {"model": "model_name_or_path", "teacher_model": TEACHER},
+}
 _DATA = ("train_dataset", "eval_dataset")
 _OBJECTS = ("args", "model_name_or_path", "processing_class")
 
@@ -82,7 +89,7 @@ def read_flat_yaml(text: str) -> dict[str, str]:
 
 
 def read_program(text: str, script: Path) -> dict[str, str]:
-    """Read the keywords that a program passes to GRPOConfig, and the model that it passes to GRPOTrainer."""
+    """Read the keywords that a program passes to a class of TRL's settings, and the models that it passes a trainer."""
     try:
         tree = ast.parse(text)
     except SyntaxError as error:
@@ -90,8 +97,8 @@ def read_program(text: str, script: Path) -> dict[str, str]:
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _name_called(node) in _CLASSES]
     if not calls:
         raise InputError(
-            f"{script} is a program that calls neither GRPOConfig nor GRPOTrainer of TRL: write the script that starts "
-            "the run, or a program of TRL that trains with GRPO"
+            f"{script} is a program that calls none of TRL's {', '.join(_CLASSES)}: write the script that starts the "
+            "run, or a program of TRL that trains with GRPO or distils"
         )
     settings = {}
     for call in calls:

@@ -1,4 +1,4 @@
-"""The command line of this package for a run of TRL's GRPOTrainer, whose settings are GRPOConfig's fields.
+"""The command line of this package for a run of TRL's GRPOTrainer or DistillationTrainer, from its config's fields.
 
 TRL counts steps in updates, and so does our schedule; the length of our run counts iterations.
 """
@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 
 from megatron_rl.errors import InputError
+from megatron_rl.migrate.launch_command import TEACHER
 from megatron_rl.migrate.translation import TheirSettings, Translation, carry_settings, place_devices, read_table
 
 # The average of the loss, by the type of loss.
@@ -17,23 +18,29 @@ _STYLES: Mapping[str, str] = {
     "linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant",
 }  # fmt: skip
 _CORRECTION = "vllm_importance_sampling"
+# The defaults of DistillationConfig that are others than GRPOConfig's.
+_DISTILLED: Mapping[str, str] = {"beta": "1.0", "num_generations": "1"}
 
 
 def translate_trl(given: Mapping[str, str], script: object) -> Translation:
     """Translate the settings of a run; raise an InputError if none of them is TRL's."""
     table = read_table("trl")
-    known = {*table["defaults"], *table["settings"], *table["unsaid"].split(), "reward_funcs", "dataset_name"}
+    known = {*table["defaults"], *table["settings"], *table["unsaid"].split(), "reward_funcs", "dataset_name", TEACHER}
     if known.isdisjoint(given):
         raise InputError(
             f"{script} has no setting of TRL's GRPOConfig: write a script of slime, Megatron-LM, verl or TRL"
         )
-    theirs, to = TheirSettings(given, table["defaults"]), Translation(table["title"])
+    defaults = table["defaults"] | (_DISTILLED if TEACHER in given else {})
+    theirs, to = TheirSettings(given, defaults), Translation(table["title"])
     num_updates = _write_sizes(theirs, to)
-    _write_advantage(theirs, to)
-    _write_loss(theirs, to)
-    _write_divergence(theirs, to, num_updates)
-    _write_entropy(theirs, to)
-    _write_correction(theirs, to)
+    if TEACHER in given:
+        _write_teacher(theirs, to)
+    else:
+        _write_advantage(theirs, to)
+        _write_loss(theirs, to)
+        _write_divergence(theirs, to, num_updates)
+        _write_entropy(theirs, to)
+        _write_correction(theirs, to)
     _write_schedule(theirs, to)
     if not theirs.is_on("fp16") and theirs.text("bf16").lower() in ("", "true"):
         to.write("--bf16")
@@ -132,6 +139,19 @@ def _write_sizes(theirs: TheirSettings, to: Translation) -> int:
     to.write("--global-batch-size", of_update)
     to.write("--micro-batch-size", of_device)
     return max(1, whole // of_update)
+
+
+def _write_teacher(theirs: TheirSettings, to: Translation) -> None:
+    """Write a teacher whose distribution is learned; `beta` chooses the divergence from it."""
+    to.write("--algorithm", "opd")
+    to.write("--teacher", theirs.text(TEACHER))
+    weight = theirs.number("beta")
+    if weight is None or not 0 <= weight <= 1:
+        to.require(f"beta = {theirs.text('beta')} must be a number from 0 to 1: write --opd-divergence", "--opd-divergence")
+    else:
+        to.write("--opd-divergence", {0.0: "forward", 1.0: "reverse"}.get(weight, "jsd"))
+        if 0 < weight < 1:
+            to.write_unless_default("--opd-mixture", weight)
 
 
 def _write_advantage(theirs: TheirSettings, to: Translation) -> None:

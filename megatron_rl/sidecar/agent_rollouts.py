@@ -52,13 +52,20 @@ _log = logging.getLogger(__name__)
 
 class AgentRollouts(GroupRollouts):
     def __init__(
-        self, sampler: Sampler, agents: Agents, gateway: Gateway, on_error: float | None, functions: Iterable[str]
+        self,
+        sampler: Sampler,
+        agents: Agents,
+        gateway: Gateway,
+        on_error: float | None,
+        functions: Iterable[str],
+        needs_rewards: bool = True,
     ) -> None:
         """Make it; `functions` are the names of reward functions: with some, agents need give no reward."""
         super().__init__(sampler, on_error)
         self._agents = agents
         self._gateway = gateway
         self._functions = frozenset(functions)
+        self._needs_rewards = needs_rewards and not self._functions
 
     async def _hold(self, request: GroupRequest, prompt: wire.Prompt, number: int) -> Transcript:
         for attempt in itertools.count(1):
@@ -142,7 +149,7 @@ class AgentRollouts(GroupRollouts):
             raise MegatronRLError(
                 f"{name_prompt(prompt, 'agent')} left nothing to train on: {_explain_silence(rollout)}"
             )
-        if not rewards and not self._functions:
+        if not rewards and self._needs_rewards:
             raise MegatronRLError(f"{name_prompt(prompt, 'agent')} returned None: return a reward, or write --reward")
         most = rollout.terms.sampling.max_tokens
         response = record.build_response(seed, "stop" if rollout.limit is None else "limit", {**rewards})
@@ -221,7 +228,8 @@ class GatewayRollouts(UserRollouts):
         self._gateway = self._opening.build(self.chats, self.parsers or PlainReader(), reads_tools)
         await stack.enter_async_context(self._opening.serve(self._gateway))
         functions = find_weights(self.settings.reward)
-        return AgentRollouts(engines, self._opening.agents, self._gateway, self.on_error, functions)
+        needs_rewards = self.settings.needs_rewards
+        return AgentRollouts(engines, self._opening.agents, self._gateway, self.on_error, functions, needs_rewards)
 
     def count(self) -> Mapping[str, Any]:
         return {} if self._gateway is None else self._gateway.status()

@@ -240,7 +240,7 @@ def _count_tail(assignment: Assignment) -> int:
 
 
 class NoScorer:
-    """Scores nothing: environments have given rewards."""
+    """Scores nothing: environments have given rewards, or none count."""
 
     async def score(self, group: wire.Group, chats: Chats | None) -> wire.Group:
         return group

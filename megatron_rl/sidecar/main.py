@@ -175,7 +175,7 @@ def _build_pool_settings(settings: SidecarSettings) -> PoolSettings:
 
 def _build_pool(settings: SidecarSettings) -> RewardPool | None:
     reward = settings.reward
-    if not reward.functions and settings.environment.has_turns:
+    if not reward.functions and (settings.environment.has_turns or not settings.needs_rewards):
         return None
     return RewardPool(parse_specs(reward.functions or [], reward.timeout), _build_pool_settings(settings))
 

@@ -81,6 +81,8 @@ class SidecarSettings:
     rollout: RolloutConfig
     reward: RewardConfig
     trace: Literal["on", "off"] = "on"
+    needs_rewards: bool = True
+    """False if the run learns from a teacher alone."""
     tries_rewards: bool = False
     """Whether the trainer that starts it hands over rows, on which it tries the rewards before it serves."""
     memory: EngineMemory | None = None
@@ -160,6 +162,7 @@ def resolve_for_run(settings: DraftSettings, folder: Path | None, cores: CoreSha
         reward=settings.reward,
         environment=settings.environment,
         trace=settings.observe.trace,
+        needs_rewards=settings.algorithm.advantage != "none",
         tries_rewards=True,
     )
     return pick_devices(sidecar, num_ranks)
@@ -242,7 +245,9 @@ def problems(settings: SidecarSettings, architecture: Architecture | None, longe
             yield (
                 f"{flag} {address} must be HOST:PORT: write 127.0.0.1:0, or another address, one of IPv6 in brackets"
             )
-    yield from reward_spec.problems(settings.reward, is_needed=not settings.environment.has_turns)
+    yield from reward_spec.problems(
+        settings.reward, is_needed=settings.needs_rewards and not settings.environment.has_turns
+    )
     yield from _problems_of_environments(settings)
 
 

@@ -140,7 +140,7 @@ def choose_reader(chats: TemplateChats | NumberChats, offered: Description, pars
 
 def check_offered(offered: Description, settings: SidecarSettings) -> None:
     """Raise a UsageError if nothing gives rewards, or if nothing reads calls of the environment's tools."""
-    if not settings.reward.functions and not offered.has_reward:
+    if settings.needs_rewards and not settings.reward.functions and not offered.has_reward:
         raise UsageError(f"{offered.name} has no method get_reward: add it, or write --reward")
     rollout = settings.rollout
     if not offered.tools or rollout.engine == "scripted" or rollout.tool_parser is not None:

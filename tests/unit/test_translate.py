@@ -88,6 +88,23 @@ def test_slimes_averages_and_estimates_are_kept_or_named(tmp_path: Path) -> None
     assert is_named("--advantage-estimator reinforce_plus_plus: ", [*found.missing])
 
 
+@pytest.mark.parametrize(
+    ("beta", "divergence", "mixture"), [("", "reverse", None), ("0", "forward", None), ("0.3", "jsd", ["0.3"])]
+)
+def test_trls_distillation_has_a_teacher_and_needs_no_reward(
+    tmp_path: Path, beta: str, divergence: str, mixture: list[str] | None
+) -> None:
+    given = f", beta={beta}" if beta else ""
+    program = f"args = trl.DistillationConfig(per_device_train_batch_size=4, max_steps=3{given})\n"
+    program += "trl.DistillationTrainer(model='student', teacher_model='teacher', args=args)\n"
+    found = translate_text(tmp_path, "train.py", program)
+    assert (found.words["--algorithm"], found.words["--teacher"]) == (["opd"], ["teacher"])
+    assert (found.words["--opd-divergence"], found.words.get("--opd-mixture")) == ([divergence], mixture)
+    assert (found.words["--grpo-group-size"], found.words["--global-batch-size"]) == (["1"], ["4"])
+    assert "--grpo-kl-beta" not in found.words
+    assert not is_named("--reward is missing", translate.find_problems(found))
+
+
 def test_slimes_critic_has_slimes_defaults(tmp_path: Path) -> None:
     found = translate_text(tmp_path, "run.sh", SLIME.replace("estimator gspo", "estimator ppo --lambd 0.95"))
     assert found.words["--grpo-advantage"] == ["gae"]
@@ -310,7 +327,7 @@ def test_a_run_takes_no_more_devices_than_there(
 def test_a_script_that_starts_no_run_is_an_error(tmp_path: Path) -> None:
     for name, text, said in (
         ("run.sh", "echo hello\n", "starts no run that is known"),
-        ("other.py", "print(1)\n", "other.py is a program that calls neither GRPOConfig nor GRPOTrainer"),
+        ("other.py", "print(1)\n", "other.py is a program that calls none of TRL's GRPOConfig, GRPOTrainer, Dist"),
         ("other.yaml", "kind: Deployment\n", "other.yaml has no setting of TRL's GRPOConfig"),
         ("run.sh", "python3 train.py --depth 3\n", "starts train.py without a known flag"),
         ("run.sh", "accelerate launch train.py --depth 3\n", "has no setting of TRL's GRPOConfig"),
