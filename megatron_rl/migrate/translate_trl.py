@@ -147,7 +147,9 @@ def _write_teacher(theirs: TheirSettings, to: Translation) -> None:
     to.write("--teacher", theirs.text(TEACHER))
     weight = theirs.number("beta")
     if weight is None or not 0 <= weight <= 1:
-        to.require(f"beta = {theirs.text('beta')} must be a number from 0 to 1: write --opd-divergence", "--opd-divergence")
+        to.require(
+            f"beta = {theirs.text('beta')} must be a number from 0 to 1: write --opd-divergence", "--opd-divergence"
+        )
     else:
         to.write("--opd-divergence", {0.0: "forward", 1.0: "reverse"}.get(weight, "jsd"))
         if 0 < weight < 1:

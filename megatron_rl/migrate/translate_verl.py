@@ -31,6 +31,14 @@ _ESTIMATORS: Mapping[str, str] = {
 # Metrics of the filter of groups that are the reward with all its parts.
 _SUMS = ("seq_reward", "seq_final_reward")
 
+_DISTILLATION = "distillation."
+_OF_LOSS = f"{_DISTILLATION}distillation_loss."
+# The settings of distillation that are carried over, or named.
+_CARRIED = (
+    "distillation.enabled", "loss_mode", "topk", "use_policy_gradient", "use_policy_loss", "use_task_rewards",
+    "distillation_loss_coef",
+)  # fmt: skip
+
 
 def translate_verl(given: Mapping[str, str]) -> Translation:
     table = read_table("verl")
@@ -39,7 +47,9 @@ def translate_verl(given: Mapping[str, str]) -> Translation:
     is_megatron = is_megatron or given.get("model_engine") == "megatron"
     theirs.text("model_engine")
     _write_sizes(theirs, to)
-    _write_advantage(theirs, to)
+    has_rewards = _write_distillation(theirs, to)
+    if has_rewards:
+        _write_advantage(theirs, to)
     _write_filter(theirs, to)
     _write_loss(theirs, to)
     _write_divergence(theirs, to)
@@ -48,7 +58,8 @@ def translate_verl(given: Mapping[str, str]) -> Translation:
     _write_schedule(theirs, to, is_megatron)
     _write_precision(theirs, to, is_megatron)
     _write_intervals(theirs, to)
-    _require_reward(theirs, to)
+    if has_rewards:
+        _require_reward(theirs, to)
     nodes, per_node = theirs.count("trainer.nnodes") or 1, theirs.count("trainer.n_gpus_per_node") or 1
     carry_settings(table, theirs, to)
     place_devices(to, nodes, per_node, is_shared=True)
@@ -95,6 +106,56 @@ def _write_sizes(theirs: TheirSettings, to: Translation) -> None:
         to.write("--max-tokens-per-gpu", theirs.text(f"{_ACTOR}.ppo_max_token_len_per_gpu"))
     elif theirs.text(f"{_ACTOR}.ppo_micro_batch_size_per_gpu"):
         to.write("--micro-batch-size", theirs.text(f"{_ACTOR}.ppo_micro_batch_size_per_gpu"))
+
+
+def _write_distillation(theirs: TheirSettings, to: Translation) -> bool:
+    """Write teachers and the divergence from them; return whether rewards count beside it, or alone."""
+    given = [key for key in theirs.given if key.startswith(_DISTILLATION)]
+    read = {key.removeprefix(_OF_LOSS): theirs.text(key) for key in given if key.startswith(_OF_LOSS)}
+    paths = {key.split(".")[-2]: theirs.text(key) for key in given if key.endswith(".model_path")}
+    is_on, has_rewards = theirs.is_on(f"{_DISTILLATION}enabled"), True
+    if is_on:
+        # Two names, of which verl has had the second one since May 2026.
+        has_rewards = not {read.get(name, "").lower() for name in ("use_policy_loss", "use_task_rewards")} & {"false"}
+        if not has_rewards:
+            to.write("--grpo-advantage", "none")
+        if len(paths) > 1:
+            to.write("--teacher", *(f"{name}={path}" for name, path in paths.items()))
+            to.require(
+                "a row's column `teacher` chooses one of several teachers: write a name of --teacher into each row"
+            )
+        else:
+            to.write("--teacher", *paths.values())
+        if has_rewards and "distillation_loss_coef" in read:
+            to.write("--opd-coef", read["distillation_loss_coef"])
+        _write_distance(read, to)
+    for key in given:
+        if is_on and key.removeprefix(_OF_LOSS) in ("loss_max_clamp", "log_prob_min_clamp") and theirs.text(key):
+            to.changed.append(f"{key} = {theirs.text(key)}: divergences and log-probs are not bounded")
+        elif not is_on or (key.removeprefix(_OF_LOSS) not in _CARRIED and not key.endswith(".model_path")):
+            theirs.text(key)
+            to.meaningless.append(key)
+    return has_rewards
+
+
+def _write_distance(read: Mapping[str, str], to: Translation) -> None:
+    mode, top = read.get("loss_mode", "k3"), read.get("topk", "32")
+    is_by_gradient = read.get("use_policy_gradient", "").lower() == "true"
+    if mode in ("k1", "kl") and is_by_gradient:
+        to.write_unless_default("--opd-divergence", "sampled")
+    elif mode == "forward_kl_topk" and not is_by_gradient:
+        to.write("--opd-divergence", "forward")
+        to.write("--opd-top-k", top)
+        to.changed.append(
+            f"loss_mode = {mode}: verl leaves tokens out that are not among the teacher's {top} likeliest, here they "
+            "count together as one"
+        )
+    else:
+        to.require(
+            f"loss_mode = {mode} with use_policy_gradient = {str(is_by_gradient).lower()} is not known here: write "
+            "--opd-divergence",
+            "--opd-divergence",
+        )
 
 
 def _write_advantage(theirs: TheirSettings, to: Translation) -> None:

@@ -105,6 +105,35 @@ def test_trls_distillation_has_a_teacher_and_needs_no_reward(
     assert not is_named("--reward is missing", translate.find_problems(found))
 
 
+DISTILLED = """python3 -m verl.trainer.main_ppo data.train_batch_size=64 actor_rollout_ref.rollout.n=2 \\
+  actor_rollout_ref.actor.ppo_mini_batch_size=64 algorithm.adv_estimator=grpo distillation.enabled=True \\
+  distillation.nnodes=1 distillation.teacher_models.teacher_model.model_path=/big \\
+  distillation.distillation_loss.loss_mode=k1 distillation.distillation_loss.use_policy_gradient=True \\
+  distillation.distillation_loss.use_task_rewards=False distillation.distillation_loss.loss_max_clamp=10
+"""
+
+
+def test_verls_distillation_has_its_teachers_and_its_divergence(tmp_path: Path) -> None:
+    found = translate_text(tmp_path, "run.sh", DISTILLED)
+    assert (found.words["--teacher"], found.words["--grpo-advantage"]) == (["/big"], ["none"])
+    # A divergence of the sampled token is the default.
+    assert "--opd-divergence" not in found.words
+    assert "distillation.nnodes" in found.meaningless
+    assert is_named("distillation.distillation_loss.loss_max_clamp = 10: ", found.changed)
+    assert not is_named("--reward", translate.find_problems(found))
+    mixed = DISTILLED.replace("=k1", "=forward_kl_topk").replace("use_task_rewards=False", "distillation_loss_coef=1.5")
+    mixed = mixed.replace("gradient=True", "gradient=False").replace(
+        "=/big", "=/big +distillation.teacher_models.b.model_path=/b"
+    )
+    found = translate_text(tmp_path, "run.sh", mixed)
+    assert found.words["--teacher"] == ["teacher_model=/big", "b=/b"]
+    assert (found.words["--opd-divergence"], found.words["--opd-top-k"]) == (["forward"], ["32"])
+    assert found.words["--opd-coef"] == ["1.5"]
+    assert is_named("a row's column `teacher` chooses", [*found.missing])
+    found = translate_text(tmp_path, "run.sh", DISTILLED.replace("=k1", "=mse"))
+    assert is_named("loss_mode = mse with use_policy_gradient = true is not known here", [*found.missing])
+
+
 def test_slimes_critic_has_slimes_defaults(tmp_path: Path) -> None:
     found = translate_text(tmp_path, "run.sh", SLIME.replace("estimator gspo", "estimator ppo --lambd 0.95"))
     assert found.words["--grpo-advantage"] == ["gae"]
