@@ -29,7 +29,8 @@ __all__ = ["RunSettings", "Settings", "list_problems", "parse", "parse_run", "pa
 
 # Only runs with a teacher, a critic or --grpo-role import it.
 _OTHER_MODELS = "megatron_rl.command_line.other_models"
-_MISSING = re.compile(r"--[a-z][\w-]* is missing:")
+# The mistakes about a run's sidecar that need none of its files: a missing flag, and a reward of another name.
+_WITHOUT_FILES = re.compile(r"--[a-z][\w-]* is missing:|--reward \S+ must be FILE")
 
 
 def parse(argv: Sequence[str] | None = None) -> Settings:
@@ -81,13 +82,13 @@ def list_problems(argv: Sequence[str], world_size: int, has_files: bool = True) 
     """List all mistakes in the command line of a run whose devices another machine has.
 
     Without `has_files` another machine has its files too: then they are not checked, and neither is its sidecar, except
-    that flags are missing.
+    for missing flags and names of rewards.
     """
     reading = _read([*argv, "--print-config"])
     draft = _resolve_settings(reading, world_size, needs_folder=True)
     _, problems, of_host = resolve_run(draft)
     if not has_files:
-        of_host = filter(_MISSING.match, of_host)
+        of_host = filter(_WITHOUT_FILES.match, of_host)
         reading.problems = [problem for problem in reading.problems if problem != str(reading.input_error)]
     reading.consider((*problems, *of_host))
     return reading.problems

@@ -106,6 +106,9 @@ def test_words_that_the_run_would_refuse_start_nothing(place, capsys, scheduler,
 def test_files_of_the_run_are_checked_if_its_model_is_on_this_machine(place, capsys):
     assert launch("slurm", "--dry-run") == ExitCode.OK
     assert "my model is not on this machine: only flags were checked" in capsys.readouterr().err
+    named = [*without(LAUNCHED, "--reward"), "runs/maths", "--reward", "exakt"]
+    assert megatron_rl(["launch", "slurm", "--engine-hosts", "3", "--dry-run", "--", *named]) == ExitCode.USAGE
+    assert "--reward exakt must be FILE.py:FUNCTION or one of" in capsys.readouterr().err
     draw_config(place / "my model")
     assert launch("slurm", "--dry-run") == ExitCode.USAGE
     assert "--prompts prompts.jsonl does not exist" in capsys.readouterr().err
