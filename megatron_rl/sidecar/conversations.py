@@ -193,26 +193,35 @@ class Conversations(GroupRollouts):
             most = request.sampling.max_tokens
             raise CallFailed(f"its first words take {len(opening)} tokens, and a response may have {most}")
         for turn in itertools.count():
-            before, left = record.read_heard()
-            sampled = await self._sample(
-                request, f"{number}-{turn}", before, _derive_seed(seed, turn), left, record.last_engine
-            )
-            tokens = record.say(sampled)
-            said = await self._reader.read(tokens, self._chats.decode(tokens), self._offered.tools)
-            if self._has_functions:
-                draft.messages.append(write_said(said))
-            if sampled.finish_reason != "stop":
-                return sampled.finish_reason
-            messages = await self._answer(conversation, draft, said)
-            if not messages:
-                return "stop"
-            if not record.hear(
-                self._chats.follow(prompt, messages, tokens, said.tool_calls if self._offered.tools else ())
-            ):
-                return "limit"
-            if self._has_functions:
-                draft.messages += messages
+            name, (before, left) = f"{number}-{turn}", record.read_heard()
+            sampled = await self._sample(request, name, before, _derive_seed(seed, turn), left, record.last_engine)
+            reason = await self._follow(prompt, conversation, draft, sampled)
+            if reason is not None:
+                return reason
+            # Thousands of conversations wait for turns, and the record has all that the next one needs.
+            del before, sampled
         raise AssertionError("the loop returns")
+
+    async def _follow(
+        self, prompt: wire.Prompt, conversation: Conversation, draft: "_Draft", sampled: wire.Response
+    ) -> wire.FinishReason | None:
+        """Note a turn and the environment's answer to it; return why the conversation is over, None if it is not."""
+        record = draft.record
+        tokens = record.say(sampled)
+        said = await self._reader.read(tokens, self._chats.decode(tokens), self._offered.tools)
+        if self._has_functions:
+            draft.messages.append(write_said(said))
+        if sampled.finish_reason != "stop":
+            return sampled.finish_reason
+        messages = await self._answer(conversation, draft, said)
+        if not messages:
+            return "stop"
+        calls = said.tool_calls if self._offered.tools else ()
+        if not record.hear(self._chats.follow(prompt, messages, tokens, calls)):
+            return "limit"
+        if self._has_functions:
+            draft.messages += messages
+        return None
 
     async def _answer(self, conversation: Conversation, draft: "_Draft", said: Said) -> list[JSON]:
         """Return the messages of the environment's answer to a turn; none ends the conversation."""
