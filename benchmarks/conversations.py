@@ -27,7 +27,7 @@ import psutil
 from benchmarks import report
 from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.environments.pool import EnvironmentPool
-from megatron_rl.environments.types import Description
+from megatron_rl.environments.types import Description, OnError
 from megatron_rl.gateway.chats import NumberChats
 from megatron_rl.shared.protocol import wire
 from megatron_rl.sidecar.conversations import Conversations
@@ -212,7 +212,9 @@ async def _run(folder: Path, num_conversations: int, seconds: float) -> Cost:
     environments = EnvironmentPool(config)
     await environments.start()
     try:
-        conversations = Conversations(timed, environments, NumberChats(), None, Description("Talk", has_reward=True))
+        conversations = Conversations(
+            timed, environments, NumberChats(), OnError(stops=True), Description("Talk", has_reward=True)
+        )
         maker = GroupMaker(timed, NoScorer(), Counters(), None, conversations)
         iteration = _make_iteration(num_conversations // GROUP_SIZE)
         work = _Work(iteration)
@@ -277,8 +279,8 @@ async def measure_agents(name: str, num_rollouts: int) -> tuple[list[float], lis
         async with acting(Path(folder), CALLERS, name, engines=_AgentEngines(rows[2])) as world:
             for _ in range(num_rollouts):
                 begun = time.monotonic()
-                (response,) = await world.act(on_error=None)
-                rows[0].append(1e3 * (response.reward - begun))
+                (response,) = await world.act(on_error=OnError(stops=True))
+                rows[0].append(1e3 * ((response.reward or 0.0) - begun))
                 rows[1].append(1e3 * (time.monotonic() - begun))
     return rows
 

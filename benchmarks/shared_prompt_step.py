@@ -17,6 +17,7 @@ import torch
 from benchmarks import random_models
 from megatron_rl.config.settings import Settings
 from megatron_rl.shared.protocol import wire
+from megatron_rl.shared.protocol.selection import list_rewards
 from megatron_rl.types import Architecture
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ def draw_slot(
         return wire.GroupPart(
             prompt_index=index, row=f"row-{index}", first_response=0, responses=responses,
             prompt_tokens=wire.encode_tokens(draw.integers(0, vocab_size, prompt).tolist()),
-            rewards=[one.reward for one in responses],
+            rewards=list_rewards(responses),
         )  # fmt: skip
 
     parts = [draw_part(index) for index in range(num_groups)]

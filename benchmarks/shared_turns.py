@@ -21,6 +21,7 @@ import torch
 from benchmarks import random_models, report
 from benchmarks.shared_prompt_step import ARCHITECTURE, our_step, time_in_turns
 from megatron_rl.shared.protocol import wire
+from megatron_rl.shared.protocol.selection import list_rewards
 from megatron_rl.shared.protocol.turns import ENVIRONMENT
 from megatron_rl.trainer.data.batch import Batcher
 from tests.ranks import run_ranks
@@ -105,7 +106,7 @@ def draw_slot(shape: Shape) -> wire.Slot:
     part = wire.GroupPart(
         prompt_index=0, row="row-0", first_response=0, responses=responses,
         prompt_tokens=wire.encode_tokens(draw.integers(0, ARCHITECTURE.vocab_size, shape.prompt).tolist()),
-        rewards=[one.reward for one in responses],
+        rewards=list_rewards(responses),
     )  # fmt: skip
     return wire.Slot(run="run", version=1, fingerprint="weights", replica=0, index=0, parts=[part])
 

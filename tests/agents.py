@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.confined.pool import PoolSettings
+from megatron_rl.environments.types import OnError
 from megatron_rl.gateway.chats import NumberChats
 from megatron_rl.shared.protocol import wire
 from megatron_rl.sidecar.agent_rollouts import AgentRollouts, GatewayOpening
@@ -45,6 +46,9 @@ def client(base_url, api_key, model):
 """Agents that make two calls, each with another client, or none; they return the time of their first line."""
 
 
+MINUS_ONE = OnError(reward=-1.0)
+
+
 class Engines:
     """Engines that say the length of what they heard, and the seed's last digits."""
 
@@ -69,14 +73,14 @@ class World:
         self.engines = engines
         self.gateway = opening.build(chats, PlainReader(), reads_tools=False)
 
-    def build_rollouts(self, on_error: float | None, functions: Sequence[str]) -> AgentRollouts:
+    def build_rollouts(self, on_error: OnError, functions: Sequence[str]) -> AgentRollouts:
         return AgentRollouts(self.engines, self.agents, self.gateway, on_error, functions)
 
     async def act(
         self,
         number: int = 4,
         size: int = 1,
-        on_error: float | None = -1.0,
+        on_error: OnError = MINUS_ONE,
         functions: Sequence[str] = (),
         sampling: Mapping[str, int] | None = None,
         **columns: Any,

@@ -125,7 +125,7 @@ def _print(report: Report) -> None:
     for evaluation in report.evaluations:
         print(
             f"{evaluation.version:>8} {evaluation.fingerprint[:12]:<12} evaluation: {evaluation.num_prompts} prompts, "
-            f"{evaluation.num_responses} responses, mean reward {evaluation.mean_reward:.4f}"
+            f"{evaluation.num_responses} responses, mean reward {evaluation.mean_reward or 0:.4f}"
         )
     for change in report.changes:
         print(f"{change.version:>8} was trained with another objective: {', '.join(change.changes)}")
@@ -134,6 +134,10 @@ def _print(report: Report) -> None:
             f"source {name}: {source.num_groups} groups, {source.num_responses} responses, mean reward "
             f"{source.reward / max(source.num_responses, 1):.4f}"
         )
+    for told, counts in zip(("were not trained on", "were sampled again"), report.count_failures(), strict=True):
+        if counts:
+            causes = ", ".join(f"{cause} {count}" for cause, count in counts.most_common())
+            print(f"{count_noun(counts.total(), 'response')} {told}: {causes}")
     proofs = report.proofs
     print(
         f"{proofs.num_reports} reports of engines: {proofs.num_whole} compared bit for bit with what was received, "

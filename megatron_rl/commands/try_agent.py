@@ -18,6 +18,7 @@ from typing import Any
 from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.config.rollout import DataConfig
 from megatron_rl.confined.pool import PoolSettings
+from megatron_rl.environments.types import OnError
 from megatron_rl.errors import ExitCode
 from megatron_rl.gateway.chats import Chats, ChatTooLong, TemplateChats
 from megatron_rl.shared.protocol import wire
@@ -140,7 +141,7 @@ def main(argv: Sequence[str]) -> int:
             logger.removeHandler(printer)
             _print_log(Path(folder, _LOG))
     parts = ", ".join(f"{name} {value:g}" for name, value in response.components.items())
-    told = f"reward {response.reward:g} ({parts})" if parts else "no reward of its own: a run needs --reward"
+    told = f"reward {response.reward or 0:g} ({parts})" if parts else "no reward of its own: a run needs --reward"
     print(f"{told}, finish reason {response.finish_reason}")
     return ExitCode.OK
 
@@ -183,7 +184,7 @@ async def _act(arguments: argparse.Namespace, folder: Path) -> wire.Response:
     try:
         await opening.agents.start()
         async with opening.serve(gateway):
-            rollouts = AgentRollouts(policy, opening.agents, gateway, None, (), needs_rewards=False)
+            rollouts = AgentRollouts(policy, opening.agents, gateway, OnError(stops=True), (), needs_rewards=False)
             (transcript,) = await rollouts.hold_group(GroupRequest("try", (), 1, 0, sampling), prompt)
             return transcript.response
     finally:

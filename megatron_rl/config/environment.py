@@ -26,8 +26,9 @@ class EnvironmentConfig:
         bound="a finite duration above 0",
     )
     on_error: str = own_flag(
-        "0",
-        "The reward of a response whose environment fails, which ends there; or `stop`, to end the run.",
+        "exclude",
+        "The treatment of responses whose environment or agent fails: `exclude` leaves them out of their groups and of "
+        "training, `refill` first samples them again, up to 3 times, `stop` ends the run, a number is their reward.",
         "--rollout-env-on-error",
     )
     workers: int = own_flag(2, "Processes that run environments.", "--rollout-env-workers", bound="at least 1")

@@ -18,6 +18,7 @@ VERIFIERS_FLAG = "--rollout-verifiers"
 COMPONENT = "environment"
 AGENT_COMPONENT = "agent"
 ON_ERROR_FLAG = "--rollout-env-on-error"
+NUM_REFILLS = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +43,26 @@ def parse_source(text: str, flag: str) -> tuple[Path, str]:
     return Path(file).resolve(), name
 
 
+@dataclasses.dataclass(frozen=True)
+class OnError:
+    """The treatment of a response whose environment or agent failed; without a reward it is not scored."""
+
+    stops: bool = False
+    reward: float | None = None
+    num_refills: int = 0
+    """Number of times that it is sampled again first."""
+
+
+def parse_env_on_error(text: str) -> OnError:
+    if text in ("exclude", "refill"):
+        return OnError(num_refills=NUM_REFILLS if text == "refill" else 0)
+    try:
+        reward = parse_on_error(text)
+    except UsageError:
+        raise UsageError(f"{ON_ERROR_FLAG} {text} must be exclude, refill, stop or a finite number") from None
+    return OnError(stops=reward is None, reward=reward)
+
+
 def find_flag_problems(config: EnvironmentConfig) -> list[str]:
     found: list[str] = []
     for source, flag in ((config.source, FLAG), (config.agent, AGENT_FLAG)):
@@ -59,7 +80,7 @@ def find_flag_problems(config: EnvironmentConfig) -> list[str]:
     elif python is not None and (not python.is_file() or not os.access(python, os.X_OK)):
         found.append(f"{AGENT_PYTHON_FLAG} {python} must be a program: name the bin/python of the agent's environment")
     try:
-        parse_on_error(config.on_error, ON_ERROR_FLAG)
+        parse_env_on_error(config.on_error)
     except UsageError as error:
         found += error.problems
     return found

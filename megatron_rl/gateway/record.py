@@ -13,7 +13,7 @@ Invariants:
 
 import dataclasses
 from array import array
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -156,16 +156,23 @@ class ConversationRecord:
         self,
         seed: int,
         reason: wire.FinishReason,
-        components: dict[str, float],
+        components: Mapping[str, float] | None,
         turn_rewards: Sequence[float] = (),
         have_calls: Collection[int] = (),
         failure: str = "",
+        cause: wire.Cause = "",
     ) -> wire.Response:
-        """Build the response, with the sum of the components as its reward.
+        """Build the response, with the sum of the components as its reward; without them it is not scored.
 
         `turn_rewards` are the rewards of the turns of a chain, but for those that called tools, which `have_calls`
         counts from 1.
         """
+        if not self.num_turns:
+            assert components is None
+            return wire.Response(
+                tokens=b"", log_probs=b"", finish_reason=reason, seed=seed, engine="", spans=[], fingerprint="",
+                reward=None, failure=failure, cause=cause,
+            )  # fmt: skip
         # A chain is in order as it is.
         parts, branches = _lay_out(self if self._is_chain else self._sort())
         last = parts[-1]
@@ -180,10 +187,11 @@ class ConversationRecord:
             spans=[*_list_spans(parts, last.engine)],
             branches=branches,
             fingerprint=others[0] if others else last.fingerprint,
-            reward=sum(components.values()),
+            reward=None if components is None else sum(components.values()),
             turn_rewards=self._place(turn_rewards, have_calls) if turn_rewards else [],
-            components={**components},
+            components={**(components or {})},
             failure=failure,
+            cause=cause,
         )
 
     def _place(self, rewards: Sequence[float], have_calls: Collection[int]) -> list[float]:

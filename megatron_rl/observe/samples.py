@@ -52,7 +52,8 @@ class SampledResponse:
     """A response as text, its reward, and the value of each reward function."""
 
     text: str
-    reward: float
+    reward: float | None
+    """None if it is not scored."""
     components: Mapping[str, float] = dataclasses.field(default_factory=dict)
     num_tokens: int = 0
     finish_reason: str = ""

@@ -229,12 +229,12 @@ class RewardPool(ConfinedPool):
                 reward if value is None else (reward or 0.0) + spec.weight * value
                 for reward, value in zip(rewards, values, strict=True)
             ]
-        if None in rewards:
+        if None in rewards and self._settings.on_error is not None:
             name, reason = self._program.names, f"no function applies to completion {rewards.index(None)}"
             value = self._failed(name, request, reason)
             errors[name] = reason
             rewards = [value if reward is None else reward for reward in rewards]
-        return RewardResult([float(reward or 0.0) for reward in rewards], components, time.monotonic() - begin, errors)
+        return RewardResult(rewards, components, time.monotonic() - begin, errors)
 
     def _failed(self, function: str, request: RewardRequest, reason: str) -> float:
         """Count a failure; return the reward that replaces the function's, or raise."""

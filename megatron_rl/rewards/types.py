@@ -96,9 +96,12 @@ class RewardRequest:
 
 @dataclasses.dataclass(frozen=True)
 class RewardResult:
-    """A scored group. A component has a function's unweighted values; None means that it does not apply."""
+    """A scored group. A component has a function's unweighted values; None means that it does not apply.
 
-    rewards: list[float]
+    A completion that no function applies to has the reward None, or the one of `on_error`.
+    """
+
+    rewards: Values
     components: dict[str, Values]
     seconds: float
     errors: dict[str, str] = dataclasses.field(default_factory=dict)

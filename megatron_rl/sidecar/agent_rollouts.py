@@ -3,7 +3,7 @@
 Invariants:
 
 - a rollout's key is good while its agent acts, and everything that the policy said for it then is in its response;
-- a rollout whose agent fails ends there, with the reward for failures, or fails its group with an error;
+- a rollout whose agent fails ends there, and is treated as `--rollout-env-on-error` says;
 - one that others in its process ended begins again, with the same seed and nothing that was said before.
 """
 
@@ -23,14 +23,14 @@ import numpy as np
 from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.confined.pool import PoolSettings
 from megatron_rl.confined.process import CallFailed, ProcessEnded
-from megatron_rl.environments.types import AGENT_COMPONENT
+from megatron_rl.environments.types import AGENT_COMPONENT, OnError
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.gateway.agents import AgentPool
 from megatron_rl.gateway.application import build_gateway_application
 from megatron_rl.gateway.chats import Chats
 from megatron_rl.gateway.gateway import Gateway
 from megatron_rl.gateway.open_rollout import OpenRollout, Terms, TurnRequest
-from megatron_rl.gateway.record import Transcript
+from megatron_rl.gateway.record import ConversationRecord, Transcript
 from megatron_rl.gateway.rollout_context import Agents, RolloutContext
 from megatron_rl.gateway.said import MODEL
 from megatron_rl.gateway.verifiers import VerifiersServer
@@ -56,7 +56,7 @@ class AgentRollouts(GroupRollouts):
         sampler: Sampler,
         agents: Agents,
         gateway: Gateway,
-        on_error: float | None,
+        on_error: OnError,
         functions: Iterable[str],
         needs_rewards: bool = True,
     ) -> None:
@@ -67,26 +67,24 @@ class AgentRollouts(GroupRollouts):
         self._functions = frozenset(functions)
         self._needs_rewards = needs_rewards and not self._functions
 
-    async def _hold(self, request: GroupRequest, prompt: wire.Prompt, number: int) -> Transcript:
+    async def _hold_seeded(self, request: GroupRequest, prompt: wire.Prompt, name: str, seed: int) -> Transcript:
         for attempt in itertools.count(1):
             try:
-                return await self._hold_once(request, prompt, number, attempt)
+                return await self._hold_once(request, prompt, f"{name}-{attempt}", seed)
             except CallFailed as failure:
                 if attempt >= (attempts.CONVERSATION if isinstance(failure, ProcessEnded) else attempts.SILENT_ROLLOUT):
-                    raise MegatronRLError(
-                        f"{name_prompt(prompt, 'agent')} failed in each of {attempt} attempts: {failure}; correct it"
-                    ) from None
+                    silent = ConversationRecord(np.asarray(request.prompt_tokens, dtype="<i4"), request.sampling)
+                    return Transcript(self._build_failed(silent, failure, prompt, seed, AGENT_COMPONENT), [])
                 _log.warning("attempt %d: %s failed: %s", attempt, name_prompt(prompt, "agent"), failure)
         raise AssertionError("the loop returns or raises")
 
-    async def _hold_once(self, request: GroupRequest, prompt: wire.Prompt, number: int, attempt: int) -> Transcript:
+    async def _hold_once(self, request: GroupRequest, prompt: wire.Prompt, name: str, seed: int) -> Transcript:
         """Make a rollout; raise CallFailed if it is to begin again."""
-        seed = request.seed + number
         terms = Terms(np.asarray(request.prompt_tokens, dtype="<i4"), seed, request.sampling)
 
         async def sample(turn: TurnRequest) -> wire.Response:
-            name = f"{number}-{attempt}-{turn.number}"
-            return await self._sample(request, name, turn.tokens, turn.seed, turn.max_tokens, turn.after)
+            named = f"{name}-{turn.number}"
+            return await self._sample(request, named, turn.tokens, turn.seed, turn.max_tokens, turn.after)
 
         with self._gateway.open(terms, sample) as (key, rollout):
             context = RolloutContext(
@@ -133,18 +131,14 @@ class AgentRollouts(GroupRollouts):
     ) -> wire.Response:
         record, seed = rollout.record, rollout.terms.seed
         if isinstance(rewards, CallFailed):
-            # An agent may raise because a call was refused at the limits; this ends no run.
-            reward = self._on_error if rollout.limit is None else self._on_error or 0.0
-            if reward is None:
-                raise MegatronRLError(
-                    f"{name_prompt(prompt, 'agent')} failed: {rewards}; correct it, or give failures a reward with "
-                    "--rollout-env-on-error"
-                )
-            failed = "failed" if rollout.limit is None else f"reached a limit ({rollout.limit}) and failed"
-            _log.warning("%s %s: %s: its reward is %g", name_prompt(prompt, "agent"), failed, rewards, reward)
-            if rollout.limit is not None:
-                return record.build_response(seed, "limit", {AGENT_COMPONENT: reward})
-            return record.build_response(seed, "failed", {AGENT_COMPONENT: reward}, failure=str(rewards))
+            if rollout.limit is None:
+                return self._build_failed(record, rewards, prompt, seed, AGENT_COMPONENT)
+            # An agent may raise because a call was refused at the limits, which the policy has reached.
+            reward, name = self._on_error.reward or 0.0, name_prompt(prompt, "agent")
+            _log.warning(
+                "%s reached a limit (%s) and failed: %s: its reward is %g", name, rollout.limit, rewards, reward
+            )
+            return record.build_response(seed, "limit", {AGENT_COMPONENT: reward})
         if not record.num_turns:
             raise MegatronRLError(
                 f"{name_prompt(prompt, 'agent')} left nothing to train on: {_explain_silence(rollout)}"

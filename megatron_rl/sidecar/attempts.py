@@ -2,7 +2,8 @@
 
 Of the attempts at what makes a response the outermost come first. They do not multiply: each layer repeats for a reason
 that no layer inside it repeats for, and one that gives up ends the iteration. An attempt has the seed of the one before
-it, and nothing that was said in it.
+it, and nothing that was said in it. Outside of all these, `--rollout-env-on-error refill` samples a response that
+failed up to three times more, each time with another seed.
 
 Others repeat within one attempt. A reward function is called once more, in a process of its own, if its process had
 scored another group before it ended (`rewards.pool`). A reward model on a server is asked three times within the

@@ -6,7 +6,7 @@ Invariants:
 - every turn of a conversation is sampled under one version, and says so itself;
 - the seeds of turns follow from the response's seed, so a conversation that is held again is the same, if its
   environment is;
-- a conversation whose environment fails ends there, with the reward for failures, or fails its group with an error.
+- a conversation whose environment fails ends there, and is treated as `--rollout-env-on-error` says.
 """
 
 import asyncio
@@ -18,17 +18,19 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 
-from megatron_rl.confined.process import CallFailed, ProcessEnded
+from megatron_rl.confined.process import CallFailed, ProcessEnded, TooSlow
 from megatron_rl.environments.pool import Conversation, EnvironmentPool, Note
-from megatron_rl.environments.types import COMPONENT, Description
+from megatron_rl.environments.types import COMPONENT, ON_ERROR_FLAG, Description, OnError
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.gateway.chats import NumberChats, TemplateChats, write_results
 from megatron_rl.gateway.record import ConversationRecord, Transcript
 from megatron_rl.gateway.said import write_said
 from megatron_rl.observe.trace import GROUPS, Recorder
 from megatron_rl.shared.protocol import wire
+from megatron_rl.shared.protocol.provenance import derive_refill_seed
 from megatron_rl.shared.protocol.wire import EnvironmentTimes
 from megatron_rl.sidecar import attempts
 from megatron_rl.sidecar.engines import GroupRequest
@@ -90,8 +92,7 @@ class Sampler(Protocol):
 class GroupRollouts:
     """Makes the responses of groups, each in a rollout of the policy with user-defined code."""
 
-    def __init__(self, sampler: Sampler, on_error: float | None, clock: EnvironmentClock | None = None) -> None:
-        """Make it; `on_error` is the reward of a rollout whose code fails, None to fail its group."""
+    def __init__(self, sampler: Sampler, on_error: OnError, clock: EnvironmentClock | None = None) -> None:
         self.clock = clock or EnvironmentClock()
         self._sampler = sampler
         self._on_error = on_error
@@ -108,8 +109,37 @@ class GroupRollouts:
         return [task.result() for task in held]
 
     async def _hold(self, request: GroupRequest, prompt: wire.Prompt, number: int) -> Transcript:
-        """Hold the rollout of a response, again if others in its process ended it."""
+        """Hold the rollout of a response, with another seed if it failed and may be refilled."""
+        refilled: list[wire.Cause] = []
+        while True:
+            seed = derive_refill_seed(request.seed + number, len(refilled))
+            held = await self._hold_seeded(request, prompt, f"{number}-{len(refilled)}", seed)
+            response = held.response
+            if not response.cause or len(refilled) == self._on_error.num_refills:
+                return Transcript(msgspec.structs.replace(response, refilled=refilled), held.messages)
+            refilled.append(response.cause)
+
+    async def _hold_seeded(self, request: GroupRequest, prompt: wire.Prompt, name: str, seed: int) -> Transcript:
+        """Hold a rollout, again with this seed if others in its process ended it; `name` tells it from others."""
         raise NotImplementedError
+
+    def _build_failed(
+        self, record: ConversationRecord, failure: CallFailed, prompt: wire.Prompt, seed: int, what: str
+    ) -> wire.Response:
+        """Build the response of a rollout that failed; raise the failure if it ends the run."""
+        reward = self._on_error.reward
+        if self._on_error.stops or (reward is not None and not record.num_turns):
+            raise MegatronRLError(
+                f"{name_prompt(prompt, what)} failed: {failure}; correct it, or leave failures out of training with "
+                f"{ON_ERROR_FLAG} exclude"
+            )
+        told = "it is not scored" if reward is None else f"its reward is {reward:g}"
+        _log.warning("%s failed: %s: %s", name_prompt(prompt, what), failure, told)
+        cause: wire.Cause = "raised"
+        if isinstance(failure, TooSlow | ProcessEnded):
+            cause = "timeout" if isinstance(failure, TooSlow) else "process"
+        components = None if reward is None else {what: reward}
+        return record.build_response(seed, "failed", components, failure=str(failure), cause=cause)
 
     async def _sample(
         self, request: GroupRequest, name: str, tokens: Sequence[int], seed: int, max_tokens: int, after: str | None
@@ -124,7 +154,7 @@ class Conversations(GroupRollouts):
         sampler: Sampler,
         pool: EnvironmentPool,
         chats: TemplateChats | NumberChats,
-        on_error: float | None,
+        on_error: OnError,
         offered: Description,
         reader: Reader | None = None,
         clock: EnvironmentClock | None = None,
@@ -147,54 +177,55 @@ class Conversations(GroupRollouts):
         self.clock.begin_group(request)
         return await super().hold_group(request, prompt)
 
-    async def _hold(self, request: GroupRequest, prompt: wire.Prompt, number: int) -> Transcript:
+    async def _hold_seeded(self, request: GroupRequest, prompt: wire.Prompt, name: str, seed: int) -> Transcript:
         is_alone = False
         for attempt in itertools.count(1):
             try:
-                return await self._hold_once(request, prompt, number, is_alone)
+                return await self._hold_once(request, prompt, name, seed, is_alone)
             except ProcessEnded as ended:
-                if is_alone:
-                    raise _describe(ended, prompt) from None
-                _log.warning("attempt %d: %s", attempt, _describe(ended, prompt))
+                _log.warning("attempt %d: %s failed: %s", attempt, name_prompt(prompt, COMPONENT), ended)
                 # One that may be the cause shares no process from now on, nor does one that others have ended often.
                 is_alone = ended.had_call or attempt + 1 == attempts.CONVERSATION
-            except CallFailed as failure:
-                raise _describe(failure, prompt) from None
         raise AssertionError("the loop returns or raises")
 
-    async def _hold_once(self, request: GroupRequest, prompt: wire.Prompt, number: int, is_alone: bool) -> Transcript:
-        """Hold a conversation; raise CallFailed if it fails before the policy's turn, or is to be held again."""
+    async def _hold_once(
+        self, request: GroupRequest, prompt: wire.Prompt, name: str, seed: int, is_alone: bool
+    ) -> Transcript:
+        """Hold a conversation; raise ProcessEnded if it is to be held again."""
         record = ConversationRecord(np.asarray(request.prompt_tokens, dtype="<i4"), request.sampling)
-        seed, draft = request.seed + number, _Draft(record)
+        draft = _Draft(record)
         try:
             async with self._pool.hold(build_row(prompt), seed, is_alone, self.clock.note(request)) as conversation:
-                reason = await self._converse(request, prompt, number, conversation, draft)
+                reason = await self._converse(request, prompt, name, seed, conversation, draft)
                 reward = await conversation.get_reward() if self._offered.has_reward else 0.0
         except CallFailed as failure:
-            is_to_be_repeated = isinstance(failure, ProcessEnded) and not is_alone
-            if is_to_be_repeated or not draft.record.num_turns or self._on_error is None:
+            if isinstance(failure, ProcessEnded) and not is_alone:
                 raise
-            _log.warning("%s: its reward is %g", _describe(failure, prompt), self._on_error)
-            components = {COMPONENT: self._on_error}
-            failed = draft.record.build_response(seed, "failed", components, failure=str(failure))
-            return Transcript(failed, draft.messages)
+            return Transcript(self._build_failed(record, failure, prompt, seed, COMPONENT), draft.messages)
         rewards = conversation.turn_rewards
         components = {COMPONENT: math.fsum([reward, *rewards]) or 0.0}
         response = draft.record.build_response(seed, reason, components, rewards, draft.have_calls)
         return Transcript(response, draft.messages)
 
     async def _converse(
-        self, request: GroupRequest, prompt: wire.Prompt, number: int, conversation: Conversation, draft: "_Draft"
+        self,
+        request: GroupRequest,
+        prompt: wire.Prompt,
+        name: str,
+        seed: int,
+        conversation: Conversation,
+        draft: "_Draft",
     ) -> wire.FinishReason:
         """Take turns until the conversation is over; return why it is."""
-        record, seed = draft.record, request.seed + number
+        record = draft.record
         opening = self._chats.open(prompt, conversation.opening)
         if not record.hear(opening):
             most = request.sampling.max_tokens
             raise CallFailed(f"its first words take {len(opening)} tokens, and a response may have {most}")
         for turn in itertools.count():
-            name, (before, left) = f"{number}-{turn}", record.read_heard()
-            sampled = await self._sample(request, name, before, _derive_seed(seed, turn), left, record.last_engine)
+            before, left = record.read_heard()
+            turn_seed = _derive_seed(seed, turn)
+            sampled = await self._sample(request, f"{name}-{turn}", before, turn_seed, left, record.last_engine)
             reason = await self._follow(prompt, conversation, draft, sampled)
             if reason is not None:
                 return reason
@@ -284,7 +315,3 @@ def name_prompt(prompt: wire.Prompt, what: str) -> str:
     """Name the environment or agent of a prompt."""
     row = f" ({prompt.row})" if prompt.row else ""
     return f"the {what} of prompt {prompt.index}{row}"
-
-
-def _describe(failure: CallFailed, prompt: wire.Prompt) -> MegatronRLError:
-    return MegatronRLError(f"{name_prompt(prompt, 'environment')} failed: {failure}")

@@ -23,6 +23,7 @@ from megatron_rl.shared.protocol.provenance import (
     derive_first_seed,
     may_be_cut,
 )
+from megatron_rl.shared.protocol.selection import list_rewards
 from megatron_rl.shared.protocol.turns import mask_sampled
 from megatron_rl.sidecar import attempts
 from megatron_rl.sidecar.engines import GroupRequest
@@ -192,6 +193,8 @@ class GroupMaker:
             self._recorder.kind(GROUPS, "reward", **details), sampled, self._recorder.now(), prompt.index
         )
         check_rewards(assignment, group)
+        if isinstance(assignment, wire.Submission):
+            group = _drop_if_alone(group)
         try:
             work.finished(group)
         except OSError as error:
@@ -221,7 +224,7 @@ class GroupMaker:
                 responses, chats = [one.response for one in held], [one.messages for one in held]
             else:
                 responses = await self._engines.generate(request)
-            if not all(response.tokens for response in responses):
+            if not all(response.tokens or response.cause for response in responses):
                 # It was cut off before it had begun.
                 responses = await self._engines.generate(dataclasses.replace(request, cut=None))
             group = wire.Group(prompt=prompt, responses=responses)
@@ -233,6 +236,22 @@ class GroupMaker:
                 self._counters.retried += 1
                 reason = str(refusal)
         raise MegatronRLError(f"{reason}; sampled {attempts.GROUP} times")
+
+
+def _drop_if_alone(group: wire.Group) -> wire.Group:
+    """Leave a group unscored in which no response is left to compare the only scored one with."""
+    if len(list_rewards(group.responses)) != 1 or len(group.responses) == 1:
+        return group
+    where = f"prompt {group.prompt.index} ({group.prompt.row})"
+    _log.warning("the group of %s is dropped: only one of its responses is scored", where)
+    reason = "no other response of its group is scored"
+    dropped = [
+        response
+        if response.reward is None
+        else msgspec.structs.replace(response, reward=None, turn_rewards=[], cause="dropped", failure=reason)
+        for response in group.responses
+    ]
+    return wire.Group(prompt=group.prompt, responses=dropped)
 
 
 def _count_tail(assignment: Assignment) -> int:
@@ -252,28 +271,36 @@ class PoolScorer:
         self._decode = decode
 
     async def score(self, group: wire.Group, chats: Chats | None) -> wire.Group:
+        # Functions get the responses that did not fail.
+        numbers = [number for number, response in enumerate(group.responses) if response.reward is not None]
+        if not numbers:
+            return group
         # In a thread: decoding a long group takes many milliseconds, and the event loop has other groups to serve.
-        result = await self._pool.score(await asyncio.to_thread(self._build_request, group, chats))
-        responses = [
-            msgspec.structs.replace(
-                response,
-                # An environment has given its own.
-                reward=response.reward + reward,
-                components=response.components | {name: values[number] for name, values in result.components.items()},
-            )
-            for number, (response, reward) in enumerate(zip(group.responses, result.rewards, strict=True))
-        ]
+        result = await self._pool.score(await asyncio.to_thread(self._build_request, group, chats, numbers))
+        responses = [*group.responses]
+        for place, (number, reward) in enumerate(zip(numbers, result.rewards, strict=True)):
+            values = {name: values[place] for name, values in result.components.items()}
+            responses[number] = _add_reward(responses[number], reward, values)
         return wire.Group(prompt=group.prompt, responses=responses)
 
-    def _build_request(self, group: wire.Group, chats: Chats | None) -> RewardRequest:
-        completion_ids = [
-            wire.decode_tokens(response.tokens)[mask_sampled(response)].tolist() for response in group.responses
-        ]
+    def _build_request(self, group: wire.Group, chats: Chats | None, numbers: Sequence[int]) -> RewardRequest:
+        scored = [group.responses[number] for number in numbers]
+        completion_ids = [wire.decode_tokens(one.tokens)[mask_sampled(one)].tolist() for one in scored]
         return RewardRequest(
             index=group.prompt.index,
             prompt=group.prompt.text,
-            completions=self._decode(completion_ids) if chats is None else chats,
+            completions=self._decode(completion_ids) if chats is None else [chats[number] for number in numbers],
             completion_ids=completion_ids,
             columns=group.prompt.columns,
             row=group.prompt.row,
         )
+
+
+def _add_reward(response: wire.Response, reward: float | None, values: dict[str, float | None]) -> wire.Response:
+    """Add the functions' reward to the one that an environment has given."""
+    components = response.components | values
+    if reward is None:
+        told = {"cause": "no reward", "failure": "every reward function returned None", "turn_rewards": []}
+        return msgspec.structs.replace(response, reward=None, components=components, **told)
+    assert response.reward is not None
+    return msgspec.structs.replace(response, reward=response.reward + reward, components=components)

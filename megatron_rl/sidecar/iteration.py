@@ -33,10 +33,10 @@ import msgspec
 
 from megatron_rl.errors import InputError, MegatronRLError
 from megatron_rl.shared.protocol import wire
-from megatron_rl.shared.protocol.selection import Binding, clip_rewards, has_signal, open_selection
+from megatron_rl.shared.protocol.selection import Binding, clip_rewards, has_signal, list_rewards, open_selection
 from megatron_rl.shared.protocol.slots import Claim, Place, divide
 from megatron_rl.shared.protocol.turns import divide_reward
-from megatron_rl.shared.protocol.wire import Census, Group, GroupPart, Prompt, Slot, Submission
+from megatron_rl.shared.protocol.wire import Census, Group, GroupPart, Prompt, Slot, Submission, Unscored
 
 
 class WrongVersion(MegatronRLError):
@@ -120,8 +120,8 @@ class Iteration:
         self._next = 0
         # Finished groups that are not bound yet, as keys, in the order in which they finished.
         self._unbound: dict[int, None] = {}
-        # The mean reward of each finished group, and whether it has a signal.
-        self._seen: dict[int, tuple[float, bool]] = {}
+        # The mean reward of each finished group, None if none of it is scored, and whether it has a signal.
+        self._seen: dict[int, tuple[float | None, bool]] = {}
         self._states = [GroupState.WAITING] * num_prompts
         self._counts = dict.fromkeys(GroupState, 0) | {GroupState.WAITING: num_prompts}
         self._groups: dict[int, Group] = {}
@@ -220,10 +220,11 @@ class Iteration:
         late = set(put_off)
         all_seen = [None if prompt in late else self._seen[prompt] for prompt in range(num_considered)]
         seen = [one for one in all_seen if one is not None]
+        rewards = [reward for reward, _ in seen if reward is not None]
         return Census(
             num_considered=num_considered,
             num_without_signal=sum(not has for _, has in seen),
-            reward=math.fsum(reward for reward, _ in seen) / len(seen),
+            reward=math.fsum(rewards) / max(len(rewards), 1),
             put_off=put_off,
             rewards=[None if one is None else one[0] for one in all_seen],
         )
@@ -321,9 +322,9 @@ class Iteration:
         """Take in a group; return the queues of all groups that are bound from now on."""
         prompt = group.prompt.index
         self._groups[prompt] = group
-        rewards = clip_rewards([response.reward for response in group.responses], self.submission.plan)
+        rewards = clip_rewards(list_rewards(group.responses), self.submission.plan)
         has = has_signal(group.responses, self.submission.plan)
-        self._seen[prompt] = (math.fsum(rewards) / len(rewards), has)
+        self._seen[prompt] = (math.fsum(rewards) / len(rewards) if rewards else None, has)
         self._move(prompt, GroupState.FINISHED)
         self._selection.learn(prompt, has)
         self._unbound[prompt] = None
@@ -399,20 +400,31 @@ class Iteration:
 
 def _part(group: Group, first: int, size: int, has_turns: bool) -> GroupPart:
     # Once in a part, whichever of the group's responses are in it.
-    head, *others = group.responses
+    head = group.responses[0]
+    taken, before = group.responses[first : first + size], list_rewards(group.responses[:first])
+    scored = [response for response in group.responses if response.reward is not None]
     teacher = group.prompt.columns.get("teacher")
     # Those of agents may have different ones.
-    names = dict.fromkeys(name for response in group.responses for name in response.components)
-    responses = [msgspec.structs.replace(head, prompt_experts=msgspec.UNSET), *others]
+    names = dict.fromkeys(name for response in scored for name in response.components)
     return GroupPart(
         prompt_index=group.prompt.index,
         row=group.prompt.row,
         prompt_tokens=group.prompt.tokens,
-        first_response=first,
-        responses=responses[first : first + size],
-        rewards=[response.reward for response in group.responses],
-        turn_rewards=[divide_reward(response) for response in group.responses] if has_turns else [],
-        components={name: [response.components.get(name) for response in group.responses] for name in names},
+        begins=first == 0,
+        first_response=len(before),
+        responses=[
+            msgspec.structs.replace(response, prompt_experts=msgspec.UNSET)
+            for response in taken
+            if response.reward is not None
+        ],
+        unscored=[
+            Unscored(cause=response.cause, failure=response.failure, refilled=response.refilled)
+            for response in taken
+            if response.reward is None
+        ],
+        rewards=list_rewards(scored),
+        turn_rewards=[divide_reward(response) for response in scored] if has_turns else [],
+        components={name: [response.components.get(name) for response in scored] for name in names},
         prompt_experts=head.prompt_experts,
         teacher=teacher if isinstance(teacher, str) else None,
     )

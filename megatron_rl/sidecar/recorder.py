@@ -13,6 +13,7 @@ import msgspec
 
 from megatron_rl.observe.trace import SIDECAR, Recorder, TraceFile, find_own_offset
 from megatron_rl.shared.protocol import wire
+from megatron_rl.shared.protocol.selection import list_rewards
 from megatron_rl.shared.protocol.slots import Claim
 from megatron_rl.shared.records.append_file import AppendFailed
 from megatron_rl.shared.records.audit_events import EngineReport, ProbeRecord
@@ -38,6 +39,9 @@ class RunRecorder:
         self._objective: dict[str, str] | None = None
         self._reported: set[str] = set()
         """The engines whose weights the log has reported."""
+        self._num_scored: dict[int, int] = {}
+        """The scored responses of each finished group, and of all that are claimed."""
+        self._num_trained = 0
 
     def published(self, weights: wire.Weights, proofs: Sequence[Proof]) -> None:
         """Record that all engines hold a version."""
@@ -73,11 +77,12 @@ class RunRecorder:
         self._end_journal()
         self._journal, self._submission = self._journals.open(submission), submission
         recovered = self._journal.recovered
+        self._num_scored, self._num_trained = {}, 0
         self.audit.record_submission(submission)
         for group in recovered.groups:
             self._group(submission, group, is_restored=True)
         for claim in recovered.claims:
-            self.audit.record_claim(submission.version, claim)
+            self._claim(submission, claim)
         return recovered.groups, recovered.claims
 
     def restored(self) -> None:
@@ -93,13 +98,12 @@ class RunRecorder:
     def claimed(self, claim: Claim) -> None:
         journal, submission = self._current()
         journal.append_claim(claim)
-        self.audit.record_claim(submission.version, claim)
+        self._claim(submission, claim)
 
     def completed(self, version: int) -> None:
         """Record that the trainer has trained on the whole iteration."""
         _, submission = self._current()
-        num_groups = submission.plan.num_prompts
-        self.audit.record_completion(version, num_groups, num_groups * submission.plan.group_size)
+        self.audit.record_completion(version, submission.plan.num_prompts, self._num_trained)
 
     def failed(self, version: int, reason: str) -> None:
         """Record that the iteration ended without an update."""
@@ -134,6 +138,11 @@ class RunRecorder:
             self.audit.record_publish(submission.version, submission.fingerprint, reports)
             self._reported |= joined.keys()
         self.audit.record_group(submission.version, group, is_restored)
+        self._num_scored[group.prompt.index] = len(list_rewards(group.responses))
+
+    def _claim(self, submission: wire.Submission, claim: Claim) -> None:
+        self.audit.record_claim(submission.version, claim)
+        self._num_trained += sum(self._num_scored[prompt] for prompt in claim.prompts)
 
     def _current(self) -> tuple[Journal, wire.Submission]:
         assert self._journal is not None

@@ -15,13 +15,12 @@ from megatron_rl.config.settings import EnvironmentConfig, RewardConfig, Rollout
 from megatron_rl.confined.pool import PoolSettings
 from megatron_rl.environments import pool as environment_pool
 from megatron_rl.environments.pool import EnvironmentPool
-from megatron_rl.environments.types import ON_ERROR_FLAG, Description
+from megatron_rl.environments.types import Description, parse_env_on_error
 from megatron_rl.errors import UsageError
 from megatron_rl.gateway.chats import NumberChats, NumberReader, TemplateChats
 from megatron_rl.gateway.rollout_context import Agents
 from megatron_rl.observe.trace import Recorder
 from megatron_rl.rewards.pool import build_pool_settings
-from megatron_rl.rewards.spec import parse_on_error
 from megatron_rl.shared.records.append_file import make_private_folder
 from megatron_rl.sidecar import starting
 from megatron_rl.sidecar.conversations import Conversations, EnvironmentClock
@@ -38,7 +37,7 @@ class UserRollouts:
 
     def __init__(self, settings: SidecarSettings, code: EnvironmentPool | Agents, logs: Path) -> None:
         self.settings = settings
-        self.on_error = parse_on_error(settings.environment.on_error, ON_ERROR_FLAG)
+        self.on_error = parse_env_on_error(settings.environment.on_error)
         self.parsers = _build_parsers(settings.rollout, settings.hf_model, logs)
         self.chats: TemplateChats | NumberChats
         self._code = code

@@ -60,6 +60,8 @@ def act(base_url, api_key, model, prompt, answer, seed, **row):
     first = ask([say("user", prompt)], most=10)
     if FAULTS and int(answer) == 3:
         raise RuntimeError("the third agent is broken")
+    if AWAY and hash((seed, answer)) % 5 == 0:
+        raise OSError("its tool's host is away")
     # One of the four responses of a group, whose seeds follow one another.
     if FAULTS and int(answer) % 2 == 0 and seed % 4 == 0:
         os._exit(9)
@@ -171,13 +173,18 @@ def write(world: loop.World, name: str, code: str, function: str) -> str:
     return f"{path}:{function}"
 
 
-def make_changes(kind: str, world: loop.World, has_faults: bool = False) -> dict[str, Any]:
-    """Return the flags of a run in which the policy acts in this way; an actor may have planted faults."""
-    faults = f"FAULTS = {has_faults}\n"
+def make_changes(kind: str, world: loop.World, has_faults: bool = False, is_away: bool = False) -> dict[str, Any]:
+    """Return the flags of a run in which the policy acts in this way; an actor may have planted faults.
+
+    One that `is_away` fails for every fifth seed.
+    """
+    faults = f"FAULTS, AWAY = {has_faults}, {is_away}\n"
     if kind == "tools":
         return {**TOOLS, "rollout_env": write(world, "sums", SUMS, "Sums")}
+    if kind == "away":
+        return make_changes("agent", world, is_away=True) | {"rollout_env_on_error": "refill"}
     if kind == "agent":
-        return {**AGENTS, "rollout_agent": write(world, f"agent_{has_faults}", faults + AGENT, "act")}
+        return {**AGENTS, "rollout_agent": write(world, f"agent_{has_faults}_{is_away}", faults + AGENT, "act")}
     return {**CHANGES, "rollout_env": write(world, f"game_{has_faults}", faults + GAME, "Game")}
 
 
@@ -256,6 +263,28 @@ def test_agents_that_fail_end_alone_and_every_group_is_trained_on_once(world) ->
 
 
 @pytest.mark.each_change
+@pytest.mark.parametrize("treatment", ["exclude", "refill"])
+def test_periodic_and_sync_end_in_the_same_weights_where_agents_fail(world, treatment: str) -> None:
+    changes = make_changes("agent", world, is_away=True) | {"rollout_env_on_error": treatment}
+    compare_schedules(world, treatment, 2, [72], **changes)
+    run = world.folder / f"{treatment}-72" / "run"
+    report = verify(run)
+    assert not report.breaches
+    responses, lines = read_responses(run), [line["responses"] for line in read_metrics(run)]
+    unscored = [one for one in responses if one["reward"] is None]
+    assert {*report.count_failures()[0]} <= {"raised", "dropped"}
+    assert sum(line.get("failures", {}).get("raised", 0) for line in lines) == report.count_failures()[0]["raised"]
+    assert sum(line["count"] for line in lines) == len(responses) - len(unscored)
+    refilled = sum(line.get("refilled", {}).get("raised", 0) for line in lines)
+    assert refilled == sum(len(one.get("refilled", ())) for one in responses)
+    if treatment == "refill":
+        assert refilled > 10 > len(unscored)
+    else:
+        assert len(unscored) > 10 > refilled == 0
+        assert any("OSError: its tool's host is away" in line.get("failure", "") for line in lines)
+
+
+@pytest.mark.each_change
 def test_periodic_and_sync_end_in_the_same_weights_where_the_policy_calls_tools(chats) -> None:
     compare_schedules(chats, "tools", 1, [51], **make_changes("tools", chats))
     run = chats.folder / "tools-51" / "run"
@@ -274,11 +303,13 @@ def test_periodic_and_sync_end_in_the_same_weights_where_the_policy_calls_tools(
         ("agent", "rank"),
         ("agent", "sidecar"),
         ("tools", "sidecar"),
+        ("away", "rank"),
+        ("away", "sidecar"),
     ],
 )
 def test_a_run_killed_while_the_policy_acts_resumes_as_if_it_had_not_been(world, chats, kind: str, kill: str) -> None:
     here, place = chats if kind == "tools" else world, f"{kind}-{kill}"
-    changes = {**make_changes(kind, here), "rollout_script": script(here, 81 if kind == "agent" else 61)}
+    changes = {**make_changes(kind, here), "rollout_script": script(here, 81 if kind in ("agent", "away") else 61)}
     whole = resume.uninterrupted(here, f"whole-{place}", 1, **changes)
     folder = resume.killed(here, f"killed-{place}", 1, {0: resume.fault("generation", kill)}, **changes)
     resume.resumed(here, folder, 1, **changes)

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from megatron_rl.confined.pool import Interpreter
-from megatron_rl.environments.types import AGENT_PYTHON_FLAG
+from megatron_rl.environments.types import AGENT_PYTHON_FLAG, OnError
 from megatron_rl.errors import MegatronRLError, UsageError
 from megatron_rl.gateway import processes
 from megatron_rl.gateway.processes import list_children
@@ -253,7 +253,7 @@ def act(base_url, api_key, model, word):
 
     async with acting(tmp_path, text) as world:
         with pytest.raises(MegatronRLError, match=f"its process {reason}"):
-            await act(world, 0, on_error=None)
+            await act(world, 0, on_error=OnError(stops=True))
 
 
 @in_event_loop
@@ -313,7 +313,7 @@ def act(base_url, api_key, model, word, is_thief):
 
     async with acting(tmp_path, text) as world:
         robbed = asyncio.create_task(act(world, 0, is_thief=False))
-        thief = asyncio.create_task(act(world, 1, on_error=None, is_thief=True))
+        thief = asyncio.create_task(act(world, 1, on_error=OnError(stops=True), is_thief=True))
         with pytest.raises(MegatronRLError, match="another process called with this rollout's key"):
             await robbed
         with pytest.raises(MegatronRLError, match="RuntimeError"):
@@ -342,7 +342,7 @@ def act(base_url, api_key, model, word, how):
     return 1.0
 '''
 
-    async with acting(tmp_path, text, on_error=-1.0) as world:
+    async with acting(tmp_path, text, on_error=OnError(reward=-1.0)) as world:
         (worker,) = world.agents._processes
         for how in ("return", "raise", "exit", "killed", "wait"):
             acting_one = asyncio.create_task(act(world, 0, how=how))

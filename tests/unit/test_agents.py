@@ -9,6 +9,7 @@ import pytest
 
 from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.confined.pool import PoolSettings
+from megatron_rl.environments.types import OnError
 from megatron_rl.errors import MegatronRLError, UsageError
 from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.protocol.turns import mask_sampled
@@ -85,10 +86,12 @@ async def test_agents_act_through_the_gateway_and_each_fails_alone(tmp_path: Pat
             assert response.failure
             assert response.components == {"agent": -1.0}
             assert len(response.tokens) // 4 == 2
-            with pytest.raises(MegatronRLError, match=r"the agent of prompt 4 \(rows:4\) failed: \S.*-on-error$"):
-                await world.act(task=task, on_error=None)
+            with pytest.raises(
+                MegatronRLError, match=r"the agent of prompt 4 \(rows:4\) failed: \S.*-on-error exclude$"
+            ):
+                await world.act(task=task, on_error=OnError(stops=True))
         # A refusal at a limit never ends the run.
-        for on_error, reward in ((-1.0, -1.0), (None, 0.0)):
+        for on_error, reward in ((OnError(reward=-1.0), -1.0), (OnError(stops=True), 0.0), (OnError(), 0.0)):
             (response,) = await world.act(task="endless", on_error=on_error, sampling={"max_turns": 3})
             assert (response.finish_reason, response.reward) == ("limit", reward)
         (response,) = await world.act(task="finish", sampling={"max_tokens": 5})
@@ -105,7 +108,7 @@ async def test_agents_act_through_the_gateway_and_each_fails_alone(tmp_path: Pat
         for task, said in (
             ("none", "returned None"),
             ("mute", "left nothing to train on: it ended without a call"),
-            ("silent", r"agent of prompt 4 \(rows:4\) failed in each of 3 attempts: .*cannot begin.*; correct it$"),
+            ("silent", r"agent of prompt 4 \(rows:4\) failed: .*cannot begin.*; correct it, or leave"),
             ("refused", "3 of its calls were refused, the last one because 2 parts are refused: top_p 0.5 would"),
         ):
             with pytest.raises(MegatronRLError, match=said):

@@ -11,6 +11,7 @@ import transformers
 from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.confined.pool import PoolSettings
 from megatron_rl.environments.pool import EnvironmentPool
+from megatron_rl.environments.types import OnError
 from megatron_rl.gateway.chats import TemplateChats
 from megatron_rl.rewards.pool import RewardPool
 from megatron_rl.rewards.spec import parse_specs
@@ -199,7 +200,7 @@ async def judge_environment(
     engines, chats = Engines(load(folder), answers), TemplateChats.load(str(folder))
     environments = EnvironmentPool(EnvironmentConfig(source=f"{folder / 'told.py'}:{name}", workers=1), PoolSettings())
     offered = await environments.start()
-    holder = Conversations(engines, environments, chats, None, offered, Caller(), has_functions=True)
+    holder = Conversations(engines, environments, chats, OnError(stops=True), offered, Caller(), has_functions=True)
     chats.check_prompt = lambda prompt: None  # type: ignore[method-assign]
     try:
         return await judge(folder, engines, holder, specs, text, answer="50"), engines

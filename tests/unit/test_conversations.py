@@ -9,7 +9,7 @@ import pytest
 import transformers
 
 from megatron_rl.confined.process import CallFailed, ProcessEnded
-from megatron_rl.environments.types import Description
+from megatron_rl.environments.types import Description, OnError
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.gateway.chats import NumberChats, TemplateChats
 from megatron_rl.shared.chat import ChatWriter
@@ -78,8 +78,11 @@ class Pool:
         yield self.talks[len(self.held) - 1]
 
 
+ZERO = OnError(reward=0.0)
+
+
 def hold(
-    engines: Engines, pool: Pool, on_error: float | None = 0.0, size: int = 1, has_reward: bool = True
+    engines: Engines, pool: Pool, on_error: OnError = ZERO, size: int = 1, has_reward: bool = True
 ) -> list[wire.Response]:
     conversations = Conversations(engines, pool, NumberChats(), on_error, Description("Talk", has_reward))  # type: ignore[arg-type]
     request = GroupRequest(**{**vars(REQUEST), "group_size": size})
@@ -151,7 +154,7 @@ def test_rewards_of_turns_are_added_to_the_reward_and_a_turn_without_an_answer_h
     (response,) = hold(Engines(), Pool(Talk(None, [("", 0.5), ("21", -1.0), (None, 2.0)])))
     assert (response.turn_rewards, response.reward) == ([-0.5, 2.0], 14.5)
     # A failure has the reward for failures, and nothing of its turns.
-    (response,) = hold(Engines(), Pool(Talk(None, [("20", 0.5), CallFailed("no")])), on_error=-1.0)
+    (response,) = hold(Engines(), Pool(Talk(None, [("20", 0.5), CallFailed("no")])), on_error=OnError(reward=-1.0))
     assert (response.turn_rewards, response.reward) == ([], -1.0)
 
 
@@ -166,11 +169,11 @@ def test_an_environment_that_rewards_turns_alone_gives_a_conversation_without_an
 
 
 def test_a_failure_has_its_reward_or_fails_the_group_by_name() -> None:
-    (response,) = hold(Engines(), Pool(Talk(None, ["20", CallFailed("no such move")])), on_error=-1.0)
+    (response,) = hold(Engines(), Pool(Talk(None, ["20", CallFailed("no such move")])), on_error=OnError(reward=-1.0))
     assert (response.finish_reason, response.reward, len(response.tokens) // 4) == ("failed", -1.0, 5)
     assert response.failure == "no such move"
     with pytest.raises(MegatronRLError, match=r"the environment of prompt 4 \(rows:4\) failed: no such move"):
-        hold(Engines(), Pool(Talk(None, ["20", CallFailed("no such move")])), on_error=None)
+        hold(Engines(), Pool(Talk(None, ["20", CallFailed("no such move")])), on_error=OnError(stops=True))
     with pytest.raises(MegatronRLError, match="its first words take 12 tokens, and a response may have 12"):
         hold(Engines(), Pool(Talk(" ".join(["9"] * 12), [])))
 
@@ -190,7 +193,7 @@ def test_a_conversation_that_others_ended_is_held_again_and_one_that_may_be_the_
     assert response.finish_reason == "stop"
     assert [is_alone for _, _, is_alone in pool.held] == [*[False] * 7, True]
     pool = Pool(Talk(None, [suspected]), Talk(None, [suspected]))
-    (response,) = hold(Engines(), pool, on_error=-1.0)
+    (response,) = hold(Engines(), pool, on_error=OnError(reward=-1.0))
     assert (response.finish_reason, response.reward) == ("failed", -1.0)
 
 

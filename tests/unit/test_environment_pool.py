@@ -15,7 +15,7 @@ from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.confined.pool import PoolSettings
 from megatron_rl.confined.process import CallFailed, ProcessEnded
 from megatron_rl.environments.pool import EnvironmentPool, describe_environment
-from megatron_rl.environments.types import Description
+from megatron_rl.environments.types import Description, OnError
 from megatron_rl.environments.worker import Environment, describe
 from megatron_rl.errors import UsageError
 from megatron_rl.gateway.chats import NumberChats
@@ -275,7 +275,7 @@ async def test_an_answer_that_came_while_the_event_loop_stood_still_counts(tmp_p
 @in_event_loop
 async def test_a_call_that_never_lets_go_of_pythons_lock_fails_its_own_conversation_alone(tmp_path: Path) -> None:
     async with started(build(tmp_path, "Graded", LOCKING, timeout=5.0)) as pool:
-        conversations = Conversations(Engines(), pool, NumberChats(), 0.0, Description("Graded", True))  # type: ignore[arg-type]
+        conversations = Conversations(Engines(), pool, NumberChats(), OnError(reward=0.0), Description("Graded", True))  # type: ignore[arg-type]
         made = await conversations.hold_group(dataclasses.replace(REQUEST, group_size=5), PROMPT)
     outcomes = [(transcript.response.finish_reason, transcript.response.reward) for transcript in made]
     assert outcomes == [("failed", 0.0) if number == 2 else ("stop", 1.0) for number in range(5)]

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.confined.confinement import NETWORK, landlock_version
+from megatron_rl.environments.types import OnError
 from tests.agents import acting
 from tests.reward_pools import in_event_loop
 
@@ -166,7 +167,7 @@ class Receivers:
 async def try_all(folder: Path, receivers: Receivers, network: str) -> tuple[dict[str, float], dict[str, str]]:
     """Have an agent try each way out; return those that worked, as 1, and the measures that are missing."""
     async with acting(folder, AGENT, agent_timeout=60.0, agent_network=network) as world:
-        (response,) = await world.act(on_error=None, task=json.dumps(receivers.places))
+        (response,) = await world.act(on_error=OnError(stops=True), task=json.dumps(receivers.places))
         return response.components, world.agents.missing
 
 

@@ -50,6 +50,7 @@ def reporter(
         folder=folder,
         model=SimpleNamespace(hf_model="model"),
         training=SimpleNamespace(train_iters=1),
+        environment=SimpleNamespace(on_error="exclude"),
         sizes=SimpleNamespace(plan=SimpleNamespace(num_prompts=2)),
         observe=ObserveConfig(progress="none", **observe),
         checkpoint=CheckpointConfig(),

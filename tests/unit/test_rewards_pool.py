@@ -72,9 +72,9 @@ def test_a_reward_of_none_leaves_a_completion_to_the_other_functions(tmp_path):
     [result] = score([f"{file}:short", f"{file}:constant=2"], request())
     assert result.components["short"] == [1.0, None]
     assert result.rewards == [2.0, 1.0]
-    [error] = score([f"{file}:short"], request(index=9))
-    assert isinstance(error, RewardError)
-    assert "reward short failed for prompt 9: no function applies to completion 1" in str(error)
+    # It is not scored if none applies.
+    [result] = score([f"{file}:short"], request(index=9))
+    assert result.rewards == [1.0, None]
     [result] = score([f"{file}:short"], request(), on_error=-1.0)
     assert result.rewards == [1.0, -1.0]
     assert result.errors == {"short": "no function applies to completion 1"}

@@ -13,7 +13,7 @@ import pytest
 import transformers
 
 from megatron_rl.config.settings import DataConfig
-from megatron_rl.environments.types import Description
+from megatron_rl.environments.types import Description, OnError
 from megatron_rl.errors import InputError, PlatformError, UsageError
 from megatron_rl.gateway.chats import NumberChats, NumberReader, TemplateChats, write_results
 from megatron_rl.shared.protocol import wire
@@ -62,7 +62,7 @@ class Reader:
 
 def hold(talk: Talk, reader: Reader | None, has_step: bool = False) -> wire.Response:
     conversations = Conversations(
-        Engines(), Pool(talk), NumberChats(), 0.0, Description("Sums", True, has_step, (ADD,)), reader
+        Engines(), Pool(talk), NumberChats(), OnError(reward=0.0), Description("Sums", True, has_step, (ADD,)), reader
     )
     request = type(REQUEST)(**{**vars(REQUEST), "group_size": 1, "sampling": wire.Sampling(max_tokens=40, max_turns=4)})
     (transcript,) = asyncio.run(conversations.hold_group(request, PROMPT))

@@ -115,7 +115,9 @@ def test_a_response_whose_turns_cannot_be_is_refused_by_the_trainer_too(response
 
 def test_conversations_in_which_no_environment_wrote_are_counted_as_conversations() -> None:
     # An environment that fails at its first answer has written nothing, and its failure must be seen.
-    failed = respond(("3", [10, 11]), finish_reason="failed", failure="RuntimeError: no such move (game.py:14)")
+    failed = respond(
+        ("3", [10, 11]), finish_reason="failed", cause="raised", failure="RuntimeError: no such move (game.py:14)"
+    )
     one = wire.GroupPart(
         prompt_index=0, row="rows:0", prompt_tokens=b"", first_response=0, rewards=[0.0, 0.0],
         responses=[failed, respond(("3", [12]))], turn_rewards=[[0.0], [0.0]],
@@ -124,12 +126,14 @@ def test_conversations_in_which_no_environment_wrote_are_counted_as_conversation
     assert described["responses"] | {"turns": 1.0, "limit": 0.0, "failed": 0.5} == described["responses"]
     assert described["tokens"]["environment"] == 0
     without = describe(msgspec.structs.replace(one, turn_rewards=[]))
-    assert not {"turns", "limit", "failed"} & without["responses"].keys()
+    assert not {"turns", "limit"} & without["responses"].keys()
     assert "environment" not in without["tokens"]
 
 
 def test_a_failure_is_not_truncated_and_is_shown_with_the_first_reason() -> None:
-    failed = respond(("3", [10, 11]), finish_reason="failed", failure="RuntimeError: no such move (game.py:14)")
+    failed = respond(
+        ("3", [10, 11]), finish_reason="failed", cause="raised", failure="RuntimeError: no such move (game.py:14)"
+    )
     other = msgspec.structs.replace(failed, failure="another")
     cut = respond(("3", [12]), finish_reason="length")
     parts = [
@@ -152,7 +156,7 @@ def test_a_failure_is_not_truncated_and_is_shown_with_the_first_reason() -> None
     for metrics, share, name in ((every, "100%", "all responses"), (some, "50%", "50% of responses")):
         line = line_of(0, 9, metrics)
         assert f"failed {share}" in line
-        failures, equal = Failures(), EqualRewards(SETTINGS)
+        failures, equal = Failures("0"), EqualRewards(SETTINGS)
         assert failures.follow(metrics) == (
             f"warning: {name} failed, and have the reward of --rollout-env-on-error; the first reason: {reason}"
         )
@@ -168,13 +172,13 @@ SETTINGS: Any = SimpleNamespace(
 )
 
 
-def measure(part: wire.GroupPart) -> Measures:
-    return measure_batches([BatchFacts(9, 3, 2, (part,))])
+def measure(*parts: wire.GroupPart) -> Measures:
+    return measure_batches([BatchFacts(9, 3, 2, parts)])
 
 
-def describe(part: wire.GroupPart) -> dict:
-    """Describe an iteration of this part."""
-    measures = measure(part)
+def describe(*parts: wire.GroupPart) -> dict:
+    """Describe an iteration of these parts."""
+    measures = measure(*parts)
     of_targets = ("targets", "loss", "entropy", "ratio", "mismatch", "mismatch_kl", "mismatch_differing")
     measures.merge(Measures(sums=dict.fromkeys(of_targets, 1.0), largest={"mismatch": 0.0}))
     return compute_metrics(measures, [UpdateOutcome(1.0, 1.0, True, 3.0)], 9)

@@ -55,6 +55,13 @@ def derive_first_seed(assignment: Assignment, prompt_index: int) -> int:
     return seed_of(assignment.run, assignment.version, prompt_index)
 
 
+def derive_refill_seed(seed: int, num_refills: int) -> int:
+    """Derive the seed of a response that was sampled again, after failures that are not the policy's."""
+    if not num_refills:
+        return seed
+    return int.from_bytes(hashlib.blake2b(f"{seed}\0refill\0{num_refills}".encode(), digest_size=8).digest()) >> 2
+
+
 def check_group(assignment: Assignment, group: Group) -> None:
     """Raise GroupRefused, with the problem, unless every response is as it was asked for."""
     _refuse(assignment, group, _find_problems(assignment, group))
@@ -68,6 +75,10 @@ def check_rewards(assignment: Assignment, group: Group) -> None:
 def _find_reward_problems(assignment: Assignment, group: Group) -> Iterator[str]:
     deciding = [] if isinstance(assignment, Evaluation) else assignment.plan.deciding_rewards
     for number, response in enumerate(group.responses):
+        if response.reward is None:
+            if not response.cause:
+                yield f"response {number} of engine {response.engine}: it has no reward, and no cause of that"
+            continue
         if not np.isfinite(response.reward):
             yield f"response {number} of engine {response.engine}: its reward is {response.reward}"
         # A rollout that its agent did not end has the reward for that, and not those that the agent names.
@@ -98,8 +109,8 @@ def _find_problems(assignment: Assignment, group: Group) -> Iterator[str]:
     for number, response in enumerate(group.responses):
         for problem in _find_response_problems(assignment, response, len(group.prompt.tokens) // 4):
             yield f"response {number} of engine {response.engine}: {problem}"
-        if response.seed != seed + number:
-            yield f"response {number} has seed {response.seed}, wanted {seed + number}"
+        if response.seed != (wanted := derive_refill_seed(seed + number, len(response.refilled))):
+            yield f"response {number} has seed {response.seed}, wanted {wanted}"
 
 
 def _find_response_problems(assignment: Assignment, response: Response, prompt_length: int) -> Iterator[str]:
@@ -107,7 +118,7 @@ def _find_response_problems(assignment: Assignment, response: Response, prompt_l
     if remainder or len(response.log_probs) != len(response.tokens):
         yield f"{len(response.tokens)} bytes of tokens and {len(response.log_probs)} of log-probs must be 4 a token"
         return
-    if response.fingerprint != assignment.fingerprint:
+    if response.fingerprint != assignment.fingerprint and not is_silent(response):
         yield f"its fingerprint is {response.fingerprint!r}, wanted {assignment.fingerprint!r}"
     tag, max_turns = tag_version(assignment.version), assignment.sampling.max_turns
     yield from find_span_problems(response, tag, max_turns, prompt_length)
@@ -123,6 +134,11 @@ def _find_response_problems(assignment: Assignment, response: Response, prompt_l
         yield f"it has {num_tokens} tokens, and {assignment.sampling.max_tokens} were allowed"
     if not np.isfinite(decode_log_probs(response.log_probs)).all():
         yield "a log-prob is not finite"
+
+
+def is_silent(response: Response) -> bool:
+    """Check whether a response failed before the policy said a word: no engine is named for it."""
+    return response.reward is None and not response.tokens
 
 
 def name_source(row: str) -> str:

@@ -42,7 +42,7 @@ class ScoredResponse(Protocol):
     """A response's weighted sum of rewards, and the reward of each function; None where a function does not apply."""
 
     @property
-    def reward(self) -> float: ...
+    def reward(self) -> float | None: ...
 
     @property
     def components(self) -> Mapping[str, float | None]: ...
@@ -214,13 +214,18 @@ def clip_rewards(rewards: Sequence[float], plan: Plan) -> list[float]:
     return [min(max(reward, least), largest) for reward in rewards]
 
 
+def list_rewards(responses: Sequence[ScoredResponse]) -> list[float]:
+    """List the rewards of the responses that are scored."""
+    return [response.reward for response in responses if response.reward is not None]
+
+
 def has_signal(responses: Sequence[ScoredResponse], plan: Plan) -> bool:
     """Check whether the deciding rewards differ in a group: those of a function in the plan, or the clipped sum.
 
     A function's values are compared only among the responses that it applies to.
     """
     if not plan.deciding_rewards:
-        return _is_varied(clip_rewards([response.reward for response in responses], plan))
+        return _is_varied(clip_rewards(list_rewards(responses), plan))
     return any(_is_varied([response.components.get(name) for response in responses]) for name in plan.deciding_rewards)
 
 

@@ -98,6 +98,7 @@ def list_spans_of_parts(response: Response) -> list[list[VersionSpan]]:
 
 def divide_reward(response: Response) -> list[float]:
     """Divide a response's reward over its turns: what no turn was given belongs to the last one."""
+    assert response.reward is not None
     rewards = response.turn_rewards or [0.0] * count_turns(response)
     return [*rewards[:-1], response.reward - math.fsum(rewards[:-1])]
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron_rl.errors import InputError
 
-WIRE_VERSION = 9
+WIRE_VERSION = 10
 MEDIA_TYPE = "application/vnd.megatron-rl+msgpack"
 
 T = TypeVar("T")
@@ -25,6 +25,10 @@ LEAST_TEMPERATURE = 0.01
 FinishReason = Literal["stop", "length", "cut", "limit", "failed"]
 """`cut`: cut off before its end, by `Plan.tail`. `limit`: the environment had more to say, and no turn or no token was
 left for an answer. `failed`: the environment failed."""
+Cause = Literal["", "raised", "timeout", "process", "no reward", "dropped"]
+"""The cause of a failure that is not the policy's. `raised`: by the environment, agent or its server. `timeout`: its
+time was used up. `process`: its process ended. `no reward`: no function gave one. `dropped`: it is the only scored one
+of its group. Empty without a failure."""
 Order = Literal["completion", "prompt"]
 Proof = Literal["digests", "probe"]
 """The proof that engines hold a version, as docs/audit.md describes it."""
@@ -186,12 +190,16 @@ class Response(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The parts that do not follow the token before them, in order; without any it follows the prompt as one chain."""
     fingerprint: str
     """The fingerprint of the weights that sampled it, as the engine digested them."""
-    reward: float = 0.0
+    reward: float | None = 0.0
+    """None if it is not scored, for its cause: it is not trained on, and does not count in its group."""
     turn_rewards: list[float] = []
     """The environment's reward for each turn of the policy, in order, which `reward` contains; empty without them."""
     components: dict[str, float | None] = {}
     failure: str = ""
     """The reason of its environment's or agent's failure; empty without one."""
+    cause: Cause = ""
+    refilled: list[Cause] = []
+    """The causes of failures after which it was sampled again; its seed follows from the first one and their number."""
     experts: bytes | msgspec.UnsetType = msgspec.UNSET
     """The experts of each token but the last, which the engine was not fed, as `encode_experts` encodes them."""
     prompt_experts: bytes | msgspec.UnsetType = msgspec.UNSET
@@ -215,14 +223,27 @@ class Evaluated(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     groups: list[Group]
 
 
+class Unscored(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The remains of a response that is not scored."""
+
+    cause: Cause
+    failure: str
+    refilled: list[Cause] = []
+
+
 class GroupPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A group, or the part of it in one slot; `rewards` and `components` belong to the whole group."""
+    """The scored responses of a group, or those in one slot; `rewards` and `components` belong to the whole group."""
 
     prompt_index: int
     row: str
     prompt_tokens: bytes
+    begins: bool = True
+    """Whether it is the first part of its group."""
     first_response: int
+    """The place of its first response in `rewards`."""
     responses: list[Response]
+    unscored: list[Unscored] = []
+    """The responses of this part that are not scored."""
     rewards: list[float]
     turn_rewards: list[list[float]] = []
     """The rewards of each response's turns, which add up to its reward; empty without an environment."""
@@ -376,11 +397,11 @@ class Census(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     num_without_signal: int
     """The considered groups in which no deciding reward differs."""
     reward: float
-    """The mean clipped reward of the considered groups, those without a signal included."""
+    """The mean clipped reward of the considered groups, those without a signal included; 0 if none is scored."""
     put_off: list[int] = []
     """The considered prompts that a later iteration is to train on."""
     rewards: list[float | None] = []
-    """The mean clipped reward of each considered group; None for one that was put off."""
+    """The mean clipped reward of each considered group; None for one that was put off or is not scored."""
 
 
 class EnvironmentTimes(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,6 +14,7 @@ class BreachName(enum.StrEnum):
     """The name of each fault that a log can have."""
 
     TRUNCATED_LINE = "truncated line"
+    LEFT_OUT = "response left out without a cause"
     UNREADABLE_LINE = "unreadable line"
     CHANGED_CONTENT = "changed content"
     BROKEN_CHAIN = "broken chain"

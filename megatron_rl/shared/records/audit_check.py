@@ -5,8 +5,20 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from megatron_rl.errors import InputError
-from megatron_rl.shared.protocol.provenance import FINISH_REASONS, derive_group_seed, name_source, tag_version
-from megatron_rl.shared.protocol.selection import SelectionByArrival, SelectionBySignal, has_signal, open_selection
+from megatron_rl.shared.protocol.provenance import (
+    FINISH_REASONS,
+    derive_group_seed,
+    derive_refill_seed,
+    name_source,
+    tag_version,
+)
+from megatron_rl.shared.protocol.selection import (
+    SelectionByArrival,
+    SelectionBySignal,
+    has_signal,
+    list_rewards,
+    open_selection,
+)
 from megatron_rl.shared.protocol.slots import Claim, Place, divide
 from megatron_rl.shared.protocol.turns import ENVIRONMENT
 from megatron_rl.shared.records import audit_events
@@ -193,7 +205,7 @@ class _EventChecker:
         if event.prompt in attempt.groups:
             yield BreachName.FINISHED_TWICE, f"prompt {event.prompt} of version {event.version}"
             return
-        attempt.groups[event.prompt] = len(event.responses)
+        attempt.groups[event.prompt] = len(list_rewards(event.responses))
         if attempt.selection is not None:
             attempt.selection.learn(event.prompt, has_signal(event.responses, attempt.submit.plan))
         _count(attempt.summary, event)
@@ -209,8 +221,9 @@ class _EventChecker:
         seed = derive_group_seed(self.run or "", event.version, event.prompt)
         for number, response in enumerate(event.responses):
             where = f"response {number} of prompt {event.prompt} of version {event.version}"
-            if response.seed != seed + number:
-                yield BreachName.WRONG_SEED, f"{where} has seed {response.seed}, wanted {seed + number}"
+            wanted = derive_refill_seed(seed + number, len(response.refilled))
+            if response.seed != wanted:
+                yield BreachName.WRONG_SEED, f"{where} has seed {response.seed}, wanted {wanted}"
             for name, detail in find_response_problems(response, attempt.submit, attempt.engines):
                 yield name, f"{where} {detail}"
 
@@ -363,12 +376,19 @@ def _count(summary: IterationSummary, event: audit_events.GroupFinished) -> None
     summary.num_restored += event.is_restored
     summary.num_responses += len(event.responses)
     summary.num_tokens += sum(response.num_tokens for response in event.responses)
-    summary.engines.update(response.engine for response in event.responses)
+    summary.engines.update(response.engine for response in event.responses if response.engine)
+    summary.unscored.update(response.cause for response in event.responses if response.reward is None)
+    summary.refilled.update(cause for response in event.responses for cause in response.refilled)
     summary.sources.setdefault(name_source(event.row), SourceSummary()).count(event)
 
 
 def find_response_problems(response: ResponseRecord, submit: Submit, engines: Collection[str]) -> Problems:
     """Yield what a response contradicts: what was submitted, and the engines that hold the version."""
+    if response.reward is None and not response.cause:
+        yield BreachName.LEFT_OUT, "has no reward, and no cause of that"
+    if response.reward is None and not response.num_tokens:
+        # Its environment or agent failed before the policy said a word.
+        return
     if response.fingerprint != submit.fingerprint:
         wanted = submit.fingerprint[:12]
         yield BreachName.FOREIGN_FINGERPRINT, f"has fingerprint {response.fingerprint[:12]}, wanted {wanted}"

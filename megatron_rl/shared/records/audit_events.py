@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from megatron_rl.shared.protocol.wire import WIRE_VERSION, Plan, Proof, Sampling
+from megatron_rl.shared.protocol.wire import WIRE_VERSION, Cause, Plan, Proof, Sampling
 
 FILE_NAME = "audit.jsonl"
 
@@ -130,13 +130,18 @@ class ResponseRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     branches: list[tuple[int, int]] = []
     """Its parts that do not follow the token before them: the first token of each, and the end of what it follows."""
     fingerprint: str
-    reward: float
+    reward: float | None
+    """None if it is not scored, and not trained on."""
     turn_rewards: list[float] = []
     """Reward that the environment gave for each turn of the policy, in order; `reward` contains them."""
     components: dict[str, float | None] = {}
     """Rewards by function."""
     experts: str = ""
     """Hash of the experts of its tokens, in the first response those of the prompt's before them; empty without."""
+    cause: Cause = ""
+    """Cause of a failure that is not the policy's."""
+    refilled: list[Cause] = []
+    """Causes of the failures after which it was sampled again."""
 
 
 class GroupFinished(AuditEvent, frozen=True, kw_only=True, tag="group"):
@@ -205,7 +210,8 @@ class Evaluate(AuditEvent, frozen=True, kw_only=True, tag="evaluation"):
     sampling: Sampling
     num_prompts: int
     num_responses: int
-    mean_reward: float
+    """Number of responses that are scored."""
+    mean_reward: float | None
 
 
 AnyEvent = (

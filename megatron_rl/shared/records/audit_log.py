@@ -17,6 +17,7 @@ import msgspec
 
 from megatron_rl.errors import InputError, MegatronRLError, check_writer
 from megatron_rl.shared.protocol.provenance import derive_group_seed
+from megatron_rl.shared.protocol.selection import list_rewards
 from megatron_rl.shared.protocol.slots import Claim
 from megatron_rl.shared.protocol.wire import WIRE_VERSION, Evaluation, Group, Mismatch, Proof, Response, Submission
 from megatron_rl.shared.records.append_file import AppendFile, Closing
@@ -197,6 +198,8 @@ class AuditLog(Closing):
                 turn_rewards=response.turn_rewards,
                 components=response.components,
                 experts=_hash_experts(response),
+                cause=response.cause,
+                refilled=response.refilled,
             )
             for response in group.responses
         ]
@@ -232,7 +235,7 @@ class AuditLog(Closing):
         self._append(Fail(version=version, reason=reason[:200]))
 
     def record_evaluation(self, evaluation: Evaluation, groups: Sequence[Group]) -> None:
-        rewards = [response.reward for group in groups for response in group.responses]
+        rewards = [reward for group in groups for reward in list_rewards(group.responses)]
         self._append(
             Evaluate(
                 version=evaluation.version,
@@ -240,7 +243,7 @@ class AuditLog(Closing):
                 sampling=evaluation.sampling,
                 num_prompts=len(groups),
                 num_responses=len(rewards),
-                mean_reward=sum(rewards) / len(rewards),
+                mean_reward=sum(rewards) / len(rewards) if rewards else None,
             )
         )
 

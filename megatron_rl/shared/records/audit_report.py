@@ -1,8 +1,10 @@
 """The contents of an audit log in sum, and its breaches."""
 
 import dataclasses
+from collections import Counter
 from typing import NamedTuple
 
+from megatron_rl.shared.protocol.selection import list_rewards
 from megatron_rl.shared.protocol.wire import Proof
 from megatron_rl.shared.records import audit_events
 from megatron_rl.shared.records.audit_chain import Breach
@@ -18,9 +20,10 @@ class SourceSummary:
     """Sum of the responses' rewards."""
 
     def count(self, group: audit_events.GroupFinished) -> None:
+        rewards = list_rewards(group.responses)
         self.num_groups += 1
-        self.num_responses += len(group.responses)
-        self.reward += sum(response.reward for response in group.responses)
+        self.num_responses += len(rewards)
+        self.reward += sum(rewards)
 
     def add(self, other: "SourceSummary") -> None:
         self.num_groups += other.num_groups
@@ -48,6 +51,10 @@ class IterationSummary:
     engines: set[str] = dataclasses.field(default_factory=set)
     sources: dict[str, SourceSummary] = dataclasses.field(default_factory=dict)
     """Groups by source."""
+    unscored: Counter[str] = dataclasses.field(default_factory=Counter)
+    """Responses that are not trained on, by cause."""
+    refilled: Counter[str] = dataclasses.field(default_factory=Counter)
+    """Failures after which a response was sampled again, by cause."""
 
 
 @dataclasses.dataclass
@@ -124,6 +131,11 @@ class Report:
     put_off: list[PutOff] | None
     """Prompts that were put off when the log ended; None if the log does not begin with the run."""
     breaches: list[Breach]
+
+    def count_failures(self) -> tuple[Counter[str], Counter[str]]:
+        """Count the responses that are not trained on, and the failures after which one was sampled again, by cause."""
+        complete = [one for one in self.iterations if one.outcome == "complete"]
+        return sum((one.unscored for one in complete), Counter()), sum((one.refilled for one in complete), Counter())
 
     @property
     def num_lines(self) -> int:

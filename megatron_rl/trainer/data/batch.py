@@ -113,53 +113,53 @@ class Batcher:
 
     def batch(self, slot: Slot) -> Batch:
         """Pack the slot's groups, in their order."""
-        responses = [response for part in slot.parts for response in part.responses]
+        parts = [part for part in slot.parts if part.responses]
+        responses = [response for part in parts for response in part.responses]
         masks = [mask_sampled(response) for response in responses]
-        pack = self._pack(slot, responses, masks)
+        pack = self._pack(parts, responses, masks)
         if self.replayed is not None:
-            routing = lay_out_routing(slot.parts, self.replayed, self.is_shared, pack.num_tokens)
+            routing = lay_out_routing(parts, self.replayed, self.is_shared, pack.num_tokens)
             pack = dataclasses.replace(pack, routing=routing)
         if self.prepare is not None:
             self.prepare(pack.layout)
         if self.num_parts > 1:
             # Divided in the loader's thread and on the host: on a device it would stall every micro-batch.
             pack = pack.divided(self.num_parts)
+        empty = np.zeros(0, dtype=np.float32)
         advantages = [
-            self.advantage(part)[part.first_response : part.first_response + len(part.responses)] for part in slot.parts
+            self.advantage(part)[part.first_response : part.first_response + len(part.responses)] for part in parts
         ]
-        engine = np.concatenate(
-            [decode_log_probs(response.log_probs)[mask] for response, mask in zip(responses, masks, strict=True)]
-        )
+        engine = [decode_log_probs(response.log_probs)[mask] for response, mask in zip(responses, masks, strict=True)]
         of_turns = None
         if self.places_rewards:
-            of_turns = torch.from_numpy(place_rewards(slot.parts, self.advantage).astype(np.float32))
+            of_turns = torch.from_numpy(place_rewards(parts, self.advantage).astype(np.float32))
         elif self.turn_advantage is not None:
-            of_turns = torch.from_numpy(spread_turn_advantages(slot.parts, self.turn_advantage).astype(np.float32))
+            of_turns = torch.from_numpy(spread_turn_advantages(parts, self.turn_advantage).astype(np.float32))
         return Batch(
             replica=slot.replica,
             index=slot.index,
             pack=pack,
-            engine_log_probs_N=torch.from_numpy(engine.astype(np.float32)),
-            advantages_S=torch.from_numpy(np.concatenate(advantages).astype(np.float32)),
-            lengths_S=torch.tensor([int(mask.sum()) for mask in masks]),
+            engine_log_probs_N=torch.from_numpy(np.concatenate([empty, *engine]).astype(np.float32)),
+            advantages_S=torch.from_numpy(np.concatenate([empty, *advantages]).astype(np.float32)),
+            lengths_S=torch.tensor([int(mask.sum()) for mask in masks], dtype=torch.int64),
             parts=tuple(slot.parts),
             turn_advantages_N=of_turns,
-            is_of_model_N=self._choose_models(slot, pack),
+            is_of_model_N=self._choose_models(parts, pack),
         )
 
-    def _choose_models(self, slot: Slot, pack: Pack) -> dict[str, torch.Tensor]:
+    def _choose_models(self, parts: Sequence[GroupPart], pack: Pack) -> dict[str, torch.Tensor]:
         if self.choose is None:
             return {}
-        models = [name for part in slot.parts for name in [self.choose(part)] * len(part.responses)]
+        models = [name for part in parts for name in [self.choose(part)] * len(part.responses)]
         of_targets = pack.target_sequences_N
         return {name: torch.tensor([one == name for one in models])[of_targets] for name in dict.fromkeys(models)}
 
-    def _pack(self, slot: Slot, responses: Sequence[Response], masks: Sequence[np.ndarray]) -> Pack:
+    def _pack(self, parts: Sequence[GroupPart], responses: Sequence[Response], masks: Sequence[np.ndarray]) -> Pack:
         """Pack the responses; a mask is True for each token of a response that the policy sampled."""
         if all(mask.all() for mask in masks) and not any(response.branches for response in responses):
             groups: list[tuple[Tokens, list[Tokens]]] = [
                 (decode_tokens(part.prompt_tokens), [decode_tokens(response.tokens) for response in part.responses])
-                for part in slot.parts
+                for part in parts
             ]
             groups = groups if self.is_shared else separate_responses(groups)
             return pack_groups(groups, self.multiple_of, vocab_size=self.vocab_size)
@@ -172,7 +172,7 @@ class Batcher:
                     for response in part.responses
                 ],
             )
-            for part in slot.parts
+            for part in parts
         ]
         segments = lay_out_groups(branching) if self.is_shared else separate_parts(branching)
         return pack_segments(segments, self.multiple_of, vocab_size=self.vocab_size)

@@ -13,8 +13,11 @@ from megatron_rl.config.settings import Settings
 class Failures:
     """Follows the responses whose environment or agent failed."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_error: str) -> None:
+        """`on_error` is the value of --rollout-env-on-error."""
         self._has_failed = False
+        is_scored = on_error not in ("exclude", "refill", "stop")
+        self._told = "have the reward of" if is_scored else "are not trained on, by"
 
     def follow(self, metrics: Mapping[str, Any]) -> str | None:
         """Return the line after the first of consecutive iterations with failures."""
@@ -24,7 +27,7 @@ class Failures:
             return None
         name = "all responses" if share == 1 else f"{share:.0%} of responses"
         reason = metrics["responses"].get("failure", "the sidecar's log has it")
-        return f"warning: {name} failed, and have the reward of --rollout-env-on-error; the first reason: {reason}"
+        return f"warning: {name} failed, and {self._told} --rollout-env-on-error; the first reason: {reason}"
 
 
 def _share_of_failures(metrics: Mapping[str, Any]) -> float:

@@ -127,6 +127,8 @@ class Learner:
             self._objective.share(one.num_targets, one.num_responses) for one in slots.select_update(update).facts
         ]
         denominator = sum_over_replicas(self._session, sum(shares))
+        if not denominator:
+            raise MegatronRLError(_describe_unscored(slots, update))
         of_critic = None
         if self._critic is not None:
             of_critic = make_update(self._critic, denominator, lambda: self._timeline.span("update"))
@@ -143,6 +145,15 @@ class Learner:
         of_replica = combine_statistics(of_update)[0] if is_reporter() else None
         found = self._session.gather_or_raise_everywhere(lambda: of_replica)
         return compute_deviation(sums for sums in found if sums is not None)
+
+
+def _describe_unscored(slots: IterationSlots, update: int) -> str:
+    parts = [part for batch in slots.select_update(update).facts for part in batch.parts]
+    first = next((f"{part.row}: {one.failure}" for part in parts for one in part.unscored), "the sidecar's log has it")
+    return (
+        f"no response of iteration {slots.identity.version} is left to train on: all of them failed or belong to a "
+        f"group that did; correct the cause and resume. The first reason: {first}"
+    )
 
 
 def sum_over_replicas(session: Session, share: int) -> float:

@@ -4,15 +4,17 @@ import dataclasses
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import numpy as np
 
 from megatron_rl.algorithm.advantages import is_all_equal
+from megatron_rl.errors import MegatronRLError
 from megatron_rl.shared.protocol.provenance import name_source
+from megatron_rl.shared.protocol.selection import list_rewards
 from megatron_rl.shared.protocol.turns import count_sampled, count_turns
-from megatron_rl.shared.protocol.wire import Evaluated, Group, GroupPart, Mismatch
+from megatron_rl.shared.protocol.wire import Cause, Evaluated, Group, GroupPart, Mismatch, Response, Unscored
 from megatron_rl.trainer.data.batch import BatchFacts
 from megatron_rl.trainer.data.slots import Identity
 
@@ -60,14 +62,19 @@ def measure_batches(batches: Iterable[BatchFacts]) -> Measures:
 
 def _add_part(measures: Measures, part: GroupPart) -> None:
     source = f"source.{name_source(part.row)}"
-    if part.first_response == 0:
-        all_equal = is_all_equal(np.asarray(part.rewards))
+    if part.begins:
+        all_equal = bool(part.rewards) and is_all_equal(np.asarray(part.rewards))
         measures.add("groups", 1)
+        measures.add("groups.unscored", not part.rewards)
         measures.add("groups.all_equal", all_equal)
         measures.add(f"{source}.groups", 1)
         measures.add(f"{source}.all_equal", all_equal)
         measures.add("tokens.prompt", len(part.prompt_tokens) // 4)
+    for failed in part.unscored:
+        measures.add("unscored", 1)
+        _add_failure(measures, part, failed)
     for response in part.responses:
+        _add_failure(measures, part, response)
         length = count_sampled(response)
         measures.add("responses", 1)
         if part.turn_rewards:
@@ -76,12 +83,10 @@ def _add_part(measures: Measures, part: GroupPart) -> None:
             measures.add("turns", count_turns(response))
             measures.add("branches", len(response.branches))
             measures.add("limit", response.finish_reason == "limit")
-            measures.add("failed", response.finish_reason == "failed")
-            if response.failure:
-                measures.first.setdefault("failure", f"{part.row}: {response.failure[:_LONGEST_FAILURE]}")
         measures.add("tokens.response", length)
         measures.bound("length", length)
         measures.add("truncated", response.finish_reason not in ("stop", "failed"))
+        assert response.reward is not None
         measures.add("reward", response.reward)
         measures.add("reward.square", response.reward**2)
         measures.bound("reward", response.reward)
@@ -92,6 +97,16 @@ def _add_part(measures: Measures, part: GroupPart) -> None:
             if value is not None:
                 measures.add(f"component.{name}", value)
                 measures.add(f"component.{name}.count", 1)
+
+
+def _add_failure(measures: Measures, part: GroupPart, response: Response | Unscored) -> None:
+    for cause in response.refilled:
+        measures.add(f"refilled.{cause}", 1)
+    if response.cause:
+        measures.add(f"failures.{response.cause}", 1)
+        measures.add("failed", response.cause != "dropped")
+        if response.cause != "dropped":
+            measures.first.setdefault("failure", f"{part.row}: {response.failure[:_LONGEST_FAILURE]}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,8 +188,10 @@ def compute_metrics(measures: Measures, updates: Sequence[UpdateOutcome], larges
         },
     }
     if "turns" in sums:
-        metrics["responses"] |= {name: sums[name] / responses for name in ("turns", "limit", "failed")}
+        metrics["responses"] |= {name: sums[name] / responses for name in ("turns", "limit")}
+        metrics["responses"]["failed"] = 0.0
         metrics["tokens"]["environment"] = int(sums["tokens.environment"])
+    metrics["responses"] |= _describe_failures(sums)
     if "failure" in measures.first:
         metrics["responses"]["failure"] = measures.first["failure"]
     if sums.get("branches"):
@@ -223,6 +240,22 @@ def _describe_critic(sums: Mapping[str, float], update: UpdateOutcome) -> dict[s
     }
 
 
+def _describe_failures(sums: Mapping[str, float]) -> dict[str, Any]:
+    """Compute the shares of all responses that failed, and that are not scored, and counts by cause."""
+    counts = {
+        name: {cause: int(sums[f"{name}.{cause}"]) for cause in get_args(Cause) if f"{name}.{cause}" in sums}
+        for name in ("failures", "refilled")
+    }
+    described: dict[str, Any] = {name: of_causes for name, of_causes in counts.items() if of_causes}
+    if "failures" in described:
+        unscored = sums.get("unscored", 0.0)
+        num_all = sums["responses"] + unscored
+        described |= {"failed": sums["failed"] / num_all, "unscored": unscored / num_all}
+    if sums["groups.unscored"]:
+        described["unscored_groups"] = int(sums["groups.unscored"])
+    return described
+
+
 def _describe_sources(sums: Mapping[str, float]) -> dict[str, dict[str, float]]:
     names = [name.removesuffix(".groups") for name in sums if name.startswith("source.") and name.endswith(".groups")]
     return {
@@ -233,6 +266,7 @@ def _describe_sources(sums: Mapping[str, float]) -> dict[str, dict[str, float]]:
             "length_mean": sums[f"{name}.length"] / sums[f"{name}.responses"],
         }
         for name in sorted(names)
+        if f"{name}.responses" in sums
     }
 
 
@@ -261,8 +295,12 @@ class Evaluator:
 
 
 def summarize(evaluated: Evaluated, pass_reward: float) -> dict[str, Any]:
-    """Compute the metrics: `pass` is pass@k over all k responses to a prompt, `mean` the mean reward of a response."""
+    """Compute the metrics: `pass` is pass@k over all k responses to a prompt, `mean` the mean reward of a response.
+
+    Responses that are not scored count for neither, and prompts that have only such responses do not count.
+    """
     lengths = [count_sampled(response) for group in evaluated.groups for response in group.responses]
+    num_unscored = sum(response.reward is None for group in evaluated.groups for response in group.responses)
     by_source: dict[str, list[Group]] = {}
     for group in evaluated.groups:
         by_source.setdefault(name_source(group.prompt.row), []).append(group)
@@ -271,12 +309,16 @@ def summarize(evaluated: Evaluated, pass_reward: float) -> dict[str, Any]:
         **_count_success(evaluated.groups, pass_reward),
         "num_samples": len(evaluated.groups[0].responses),
         "length_mean": statistics.fmean(lengths),
+        **({"unscored": num_unscored} if num_unscored else {}),
         **({"sources": sources} if len(sources) > 1 else {}),
     }
 
 
 def _count_success(groups: Sequence[Group], pass_reward: float) -> dict[str, float]:
-    rewards = [[response.reward for response in group.responses] for group in groups]
+    rewards = [scored for group in groups if (scored := list_rewards(group.responses))]
+    if not rewards:
+        failures = (response.failure for group in groups for response in group.responses)
+        raise MegatronRLError(f"no response of the evaluation is scored: {next(failures)}; correct that and resume")
     return {
         "mean": statistics.fmean(reward for group in rewards for reward in group),
         "pass": statistics.fmean(max(group) >= pass_reward for group in rewards),

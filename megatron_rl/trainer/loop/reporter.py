@@ -154,7 +154,7 @@ class SamplesReporter(MetricsReporter):
         self._mismatch_warning = find_warning_bound(settings)
         self._with_tokens = settings.observe.log_sample_tokens
         self._equal_rewards = EqualRewards(settings)
-        self._failures = Failures()
+        self._failures = Failures(settings.environment.on_error)
         self._has_turn_credit = settings.algorithm.turn_credit
         self._is_corrected = settings.algorithm.importance_correction
         self._has_suggested = False
@@ -235,6 +235,8 @@ class SamplesReporter(MetricsReporter):
             (part, of_part)
             for slot, batch in enumerate(batches)
             for part, of_part in _divide_log_probs(batch.parts, log_probs.get(slot))
+            # Nothing is shown of responses that are not scored.
+            if part.responses
         )
         # A group may be split over several consecutive slots.
         for _, of_group in itertools.groupby(parts, key=lambda item: item[0].prompt_index):
