@@ -27,8 +27,8 @@ class EnvironmentConfig:
     )
     on_error: str = own_flag(
         "exclude",
-        "The treatment of responses whose environment or agent fails: `exclude` leaves them out of their groups and of "
-        "training, `refill` first samples them again, up to 3 times, `stop` ends the run, a number is their reward.",
+        "The treatment of responses whose environment or agent fails. `exclude` leaves them out of their groups and of "
+        "training, `refill` first samples them again, up to 3 times. `stop` ends the run; a number is their reward.",
         "--rollout-env-on-error",
     )
     workers: int = own_flag(2, "Processes that run environments.", "--rollout-env-workers", bound="at least 1")
