@@ -43,6 +43,9 @@ class PrintedChats:
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(tokens).decode() if self._chats is None else self._chats.decode(tokens)
 
+    def encode(self, text: str, *, most: int) -> list[int]:
+        return self.render([{"role": "text", "content": text}], (), most=most)
+
     def render(self, messages: Sequence[JSON], tools: Sequence[JSON], *, most: int) -> list[int]:
         names = ", ".join(tool["function"]["name"] for tool in tools) or "none"
         _print_messages(f"a chat from the start; tools: {names}", messages)

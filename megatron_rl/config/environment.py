@@ -60,7 +60,12 @@ class EnvironmentConfig:
         "The address that the gateway for agents listens at, HOST:PORT or [HOST]:PORT; port 0 is a free port.",
         "--rollout-gateway-listen",
     )
-
+    gateway_advises: bool = own_flag(
+        False,
+        "Take what agents ask for and would change the sampled policy as advice: it is written into the prompt if "
+        "words can, and counted where a turn does not follow it. Without this flag such calls are refused.",
+        "--rollout-gateway-advise",
+    )
     verifiers: str | None = own_flag(
         None,
         "The address of an environment server of verifiers, as tcp://127.0.0.1:5000, which acts as an agent does.",

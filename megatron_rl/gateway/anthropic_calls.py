@@ -5,40 +5,45 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron_rl.gateway import fields
-from megatron_rl.gateway.said import MODEL, Answer, Call, CallRefused
+from megatron_rl.gateway.said import MODEL, Advice, Answer, Call, CallRefused, Serving
 from megatron_rl.tool_calls import JSON
 
-_READ = {"messages", "model", "tools", "tool_choice", "max_tokens", "stream", "system", "temperature", "thinking"}
+_READ = {
+    "messages", "model", "tools", "tool_choice", "max_tokens", "stream", "system", "temperature", "thinking",
+    "stop_sequences",
+}  # fmt: skip
 # None of these changes what is sampled.
 IGNORED = {"metadata", "service_tier", "cache_control"}
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "top_p": (None, 1), "top_k": (None, -1, 0), "stop_sequences": (None, []), "output_config": (None,),
-    "container": (None,), "context_management": (None,),
+    "output_config": ({},), "container": (), "context_management": ({"edits": []},),
 }  # fmt: skip
 
 
-def read_call(body: JSON, temperature: float) -> Call:
+def read_call(body: JSON, serving: Serving) -> Call:
     """Read a request; raise CallRefused with all fields that cannot be served."""
-    refusals = fields.Refusals()
+    refusals = fields.Refusals(serving)
     refusals.check_fields(body, _READ, IGNORED, NEUTRAL)
     refusals.read(fields.check_model, body)
-    refusals.read(fields.check_temperature, body, temperature)
-    refusals.read(_check_thinking, body)
+    refusals.check_temperature(body)
+    refusals.read(_check_thinking, body, refusals)
     call = Call(
         messages=refusals.read(_read_messages, body),
-        tools=refusals.read(_read_tools, body),
+        tools=refusals.read(_read_tools, body, refusals),
         max_tokens=refusals.read(fields.take_bound, body, "max_tokens"),
         is_streamed=bool(refusals.read(fields.take, body, "stream", bool)),
+        stop=refusals.read(fields.take_stop, body, "stop_sequences") or (),
+        advice=tuple(refusals.advice),
     )
     refusals.raise_all()
     return call
 
 
-def _check_thinking(body: JSON) -> None:
+def _check_thinking(body: JSON, refusals: fields.Refusals) -> None:
     thinking = fields.take(body, "thinking", dict) or {"type": "adaptive"}
     # A budget only bounds thoughts, and whether there are any is the policy's choice.
     if thinking.get("type") not in ("enabled", "adaptive"):
-        raise CallRefused(f"thinking {thinking!r} would force what the policy says: leave it out", parameter="thinking")
+        reason = f"thinking {thinking!r} would force what the policy says: leave it out"
+        refusals.advise(Advice("thinking", is_followed=lambda said: said.reasoning is None), reason)
 
 
 def _read_messages(body: JSON) -> list[JSON]:
@@ -50,7 +55,7 @@ def _read_messages(body: JSON) -> list[JSON]:
     return fields.check_end(messages)
 
 
-def _read_tools(body: JSON) -> list[JSON]:
+def _read_tools(body: JSON, refusals: fields.Refusals) -> list[JSON]:
     tools = []
     for number, tool in enumerate(fields.list_objects(fields.take(body, "tools", list) or [], "tools")):
         place = f"tools[{number}]."
@@ -64,11 +69,8 @@ def _read_tools(body: JSON) -> list[JSON]:
         function["parameters"] = fields.need(tool, "input_schema", dict, place)
         tools.append({"type": "function", "function": function})
     choice = fields.take(body, "tool_choice", dict) or {"type": "auto"}
-    if choice.get("type") not in ("auto", "none") or choice.get("disable_parallel_tool_use"):
-        raise CallRefused(
-            f"tool_choice {choice!r} would force what the policy says: leave it out", parameter="tool_choice"
-        )
-    return [] if choice["type"] == "none" else tools
+    refusals.read_parallel(choice.get("disable_parallel_tool_use") is not True)
+    return refusals.read_choice(choice, tools)
 
 
 def _read_message(message: JSON, place: str) -> Iterator[JSON]:
@@ -120,16 +122,19 @@ def _read_assistant(blocks: list[JSON], place: str) -> JSON:
     return message
 
 
-def write_answer(answer: Answer) -> JSON:
+def write_answer(answers: Sequence[Answer], call: Call) -> JSON:
+    (answer,) = answers
     return {
         **_head(answer),
         "content": [*_list_blocks(answer)],
         "stop_reason": _name_end(answer),
+        "stop_sequence": answer.stopped_by,
         "usage": _count(answer, len(answer.tokens)),
     }
 
 
-def stream_answer(answer: Answer, call: Call) -> Iterator[str]:
+def stream_answer(answers: Sequence[Answer], call: Call) -> Iterator[str]:
+    (answer,) = answers
     yield _event("message_start", {"message": {**_head(answer), "content": [], "usage": _count(answer, 0)}})
     for number, block in enumerate(_list_blocks(answer)):
         begun, deltas = _split(block)
@@ -137,7 +142,7 @@ def stream_answer(answer: Answer, call: Call) -> Iterator[str]:
         for delta in deltas:
             yield _event("content_block_delta", {"index": number, "delta": delta})
         yield _event("content_block_stop", {"index": number})
-    end = {"stop_reason": _name_end(answer), "stop_sequence": None}
+    end = {"stop_reason": _name_end(answer), "stop_sequence": answer.stopped_by}
     yield _event("message_delta", {"delta": end, "usage": {"output_tokens": len(answer.tokens)}})
     yield _event("message_stop", {})
 
@@ -196,6 +201,8 @@ def _split(block: JSON) -> tuple[JSON, Sequence[JSON]]:
 def _name_end(answer: Answer) -> str:
     if answer.is_cut:
         return "max_tokens"
+    if answer.stopped_by is not None:
+        return "stop_sequence"
     return "tool_use" if answer.said.tool_calls else "end_turn"
 
 

@@ -1,11 +1,11 @@
-"""The routes of the gateway: OpenAI's chat completions and Anthropic's messages, for the agents of open rollouts."""
+"""The routes of the gateway: the interfaces of OpenAI and Anthropic, for the agents of open rollouts."""
 
 import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import Iterator
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from typing import Any, Protocol, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -13,13 +13,14 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from megatron_rl.gateway import anthropic_calls, openai_calls
+from megatron_rl.gateway import anthropic_calls, completion_calls, openai_calls, responses_calls
 from megatron_rl.gateway.gateway import Gateway
 from megatron_rl.gateway.open_rollout import OpenRollout
-from megatron_rl.gateway.said import MODEL, Answer, Call, CallRefused, CallUnreadable
+from megatron_rl.gateway.said import MODEL, Answer, Call, CallRefused, CallUnreadable, Serving
 from megatron_rl.tool_calls import JSON
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 MAX_BODY_BYTES = 16 << 20
 _LONG_BYTES = 1 << 16
@@ -29,22 +30,33 @@ _ENDED = "the rollout of this key has ended: its call is not answered"
 class Interface(Protocol):
     """A module that reads the calls of an interface, and writes answers to them."""
 
-    def read_call(self, body: JSON, temperature: float, /) -> Call: ...
+    def read_call(self, body: JSON, serving: Serving, /) -> Call: ...
 
-    def write_answer(self, answer: Answer, /) -> JSON: ...
+    def write_answer(self, answers: Sequence[Answer], call: Call, /) -> JSON: ...
 
-    def stream_answer(self, answer: Answer, call: Call, /) -> Iterator[str]: ...
+    def stream_answer(self, answers: Sequence[Answer], call: Call, /) -> Iterator[str]: ...
 
     def write_error(self, refused: CallRefused, /) -> JSON: ...
 
 
+Answerer = Callable[[Request, OpenRollout, Call, Interface], Coroutine[Any, Any, Response]]
+"""Function that answers a call."""
+_INTERFACES: dict[str, Interface] = {
+    "/v1/chat/completions": openai_calls,
+    "/v1/responses": responses_calls,
+    "/v1/completions": completion_calls,
+    "/v1/messages": anthropic_calls,
+}
+_COUNT = "/v1/messages/count_tokens"
+
+
 def build_gateway_application(gateway: Gateway) -> Starlette:
 
-    async def complete(request: Request) -> Response:
-        return await _handle(gateway, request, openai_calls)
+    def serve(interface: Interface, answer: Answerer) -> Callable[[Request], Awaitable[Response]]:
+        async def handle(request: Request) -> Response:
+            return await _handle(gateway, request, interface, answer)
 
-    async def write(request: Request) -> Response:
-        return await _handle(gateway, request, anthropic_calls)
+        return handle
 
     async def list_models(request: Request) -> Response:
         try:
@@ -55,8 +67,8 @@ def build_gateway_application(gateway: Gateway) -> Starlette:
         return _write({"object": "list", "data": [model]})
 
     routes = [
-        Route("/v1/chat/completions", complete, methods=["POST"]),
-        Route("/v1/messages", write, methods=["POST"]),
+        *(Route(path, serve(one, _answer), methods=["POST"]) for path, one in _INTERFACES.items()),
+        Route(_COUNT, serve(anthropic_calls, _count), methods=["POST"]),
         Route("/v1/models", list_models, methods=["GET"]),
     ]
     return Starlette(routes=routes, exception_handlers={HTTPException: _report_route})
@@ -64,11 +76,11 @@ def build_gateway_application(gateway: Gateway) -> Starlette:
 
 async def _report_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    reason = f"{request.method} {request.url.path} is not served: there are POST /v1/chat/completions, /v1/messages"
+    reason = f"{request.method} {request.url.path} is not served: there are POST {', '.join([*_INTERFACES, _COUNT])}"
     return _write(openai_calls.write_error(CallRefused(reason, error.status_code)), error.status_code)
 
 
-async def _handle(gateway: Gateway, request: Request, interface: Interface) -> Response:
+async def _handle(gateway: Gateway, request: Request, interface: Interface, answer: Answerer) -> Response:
     try:
         rollout = _find(gateway, request)
     except CallRefused as refused:
@@ -77,11 +89,8 @@ async def _handle(gateway: Gateway, request: Request, interface: Interface) -> R
         response.headers["connection"] = "close"
         return response
     try:
-        call = await _read_call(request, rollout, interface)
-        answer = await _answer(request, rollout, call)
-        if call.is_streamed:
-            return StreamingResponse(interface.stream_answer(answer, call), media_type="text/event-stream")
-        return _write(interface.write_answer(answer))
+        call = await _read_call(gateway, request, rollout, interface)
+        return await answer(request, rollout, call, interface)
     except CallRefused as refused:
         rollout.num_refused += 1
         rollout.last_refusal = str(refused)
@@ -127,11 +136,12 @@ def _read_key(gateway: Gateway, request: Request) -> str:
     return next((key for key in keys if gateway.has_given(key)), keys[0] or keys[1])
 
 
-async def _read_call(request: Request, rollout: OpenRollout, interface: Interface) -> Call:
+async def _read_call(gateway: Gateway, request: Request, rollout: OpenRollout, interface: Interface) -> Call:
     """Read a call; a body that cannot be read ends the rollout."""
 
     def read(data: bytes) -> Call:
-        call = interface.read_call(_parse(data), rollout.terms.sampling.temperature)
+        serving = Serving(rollout.terms.sampling.temperature, gateway.advises, rollout.recall)
+        call = interface.read_call(_parse(data), serving)
         # They are kept with the call.
         assert call.digests
         return call
@@ -171,12 +181,24 @@ def _parse(data: bytes) -> JSON:
     return body
 
 
-async def _answer(request: Request, rollout: OpenRollout, call: Call) -> Answer:
-    """Wait for the answer; give it up if the client leaves, or the rollout ends."""
+async def _answer(request: Request, rollout: OpenRollout, call: Call, interface: Interface) -> Response:
+    answers = await _wait(request, rollout, rollout.answer(call))
+    if call.is_streamed:
+        return StreamingResponse(interface.stream_answer(answers, call), media_type="text/event-stream")
+    return _write(interface.write_answer(answers, call))
+
+
+async def _count(request: Request, rollout: OpenRollout, call: Call, interface: Interface) -> Response:
+    return _write({"input_tokens": await _wait(request, rollout, rollout.count(call))})
+
+
+async def _wait(request: Request, rollout: OpenRollout, work: Coroutine[Any, Any, T]) -> T:
+    """Wait for an answer; give it up if the client leaves, or the rollout ends."""
     if rollout.ended.is_set():
         # It has ended while the body came.
+        work.close()
         raise CallRefused(_ENDED, 401, "ended")
-    answering = rollout.start(rollout.answer(call))
+    answering = rollout.start(work)
     leaving = asyncio.create_task(_wait_for_leave(request))
     try:
         with rollout.clock.stopped():

@@ -26,6 +26,9 @@ class Chats(Protocol):
 
     def decode(self, tokens: Sequence[int]) -> str: ...
 
+    def encode(self, text: str, *, most: int) -> list[int]:
+        """Return the tokens of a text that is no chat."""
+
     def render(self, messages: Sequence[JSON], tools: Sequence[JSON], *, most: int) -> list[int]:
         """Return the tokens of a whole chat, up to the policy's turn; raise InputError if it cannot be written."""
 
@@ -57,6 +60,9 @@ class TemplateChats:
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    def encode(self, text: str, *, most: int) -> list[int]:
+        return self._encode(most, text)
 
     def render(self, messages: Sequence[JSON], tools: Sequence[JSON], *, most: int) -> list[int]:
         def write() -> list[int]:
@@ -135,6 +141,9 @@ class NumberChats:
 
     def decode(self, tokens: Sequence[int]) -> str:
         return " ".join(map(str, tokens))
+
+    def encode(self, text: str, *, most: int) -> list[int]:
+        return self.render([{"content": text}], (), most=most)
 
     def render(self, messages: Sequence[JSON], tools: Sequence[JSON], *, most: int) -> list[int]:
         texts = [str(message["content"]) for message in messages]

@@ -1,19 +1,38 @@
 """The fields of requests, each checked by name: what would change the sampled policy is refused."""
 
+import json
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from megatron_rl.gateway.said import MODEL, CallRefused
-from megatron_rl.tool_calls import JSON
+from megatron_rl.gateway.said import MODEL, Advice, CallRefused, Serving
+from megatron_rl.tool_calls import JSON, Said
 
+# Fields that change the distribution of what is sampled, with the values that do not.
+SAMPLING: dict[str, tuple[Any, ...]] = {
+    "top_p": (1,), "top_k": (-1, 0), "min_p": (0,), "frequency_penalty": (0,), "presence_penalty": (0,),
+    "repetition_penalty": (1,), "logit_bias": ({},), "reasoning_effort": (), "verbosity": (),
+}  # fmt: skip
+_ADVISE = "or start the run with --rollout-gateway-advise, which makes it advice"
 _KINDS = {str: "text", int: "a whole number", bool: "true or false", list: "a list", dict: "an object"}
 
 
 class Refusals:
     """The refusals of a request's parts, which are reported together: a client corrects them at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, serving: Serving) -> None:
+        self.serving = serving
+        self.advice: list[Advice] = []
+        """What was asked for and is advice."""
         self._refused: list[CallRefused] = []
+        self._has_advisable = False
+
+    def advise(self, advice: Advice, reason: str) -> None:
+        """Take a request that would change the policy as advice, or refuse it for this reason."""
+        if self.serving.advises:
+            self.advice.append(advice)
+            return
+        self._has_advisable = True
+        self._refused.append(CallRefused(reason, parameter=advice.parameter))
 
     def read(self, read: Callable[..., Any], *arguments: Any) -> Any:
         """Return what a function reads; None if it refuses."""
@@ -32,19 +51,99 @@ class Refusals:
         values that leave the policy as it is.
         """
         for name, value in body.items():
-            if name not in read and name not in ignored:
-                self.read(_check_field, name, value, neutral)
+            if name in read or name in ignored or value is None:
+                continue
+            if name in SAMPLING:
+                if value not in SAMPLING[name]:
+                    self.advise(Advice(name), f"{name} {value!r} would sample from another policy: leave it out")
+                continue
+            self.read(_check_field, name, value, neutral)
+
+    def check_temperature(self, body: JSON) -> None:
+        given, own = body.get("temperature"), self.serving.temperature
+        if given is not None and given != own:
+            self.advise(
+                Advice("temperature"), f"temperature {given!r} is not the run's: leave it out, or write {own:g}"
+            )
+
+    def read_choice(self, choice: Any, tools: list[JSON]) -> list[JSON]:
+        """Return the tools that a turn has by OpenAI's `tool_choice`; a choice that is forced is advice."""
+        kind = choice.get("type") if isinstance(choice, dict) else choice
+        if kind in (None, "auto"):
+            return tools
+        if kind == "none":
+            return []
+        named = choice.get("function", choice).get("name") if isinstance(choice, dict) else None
+        if kind in ("required", "any", "function", "tool") and (named or kind in ("required", "any")):
+            which = f"the tool {named}" if named else "one of the tools"
+            self.advise(
+                Advice("tool_choice", f"Answer with a call of {which}.", lambda said: _has_call(said, named)),
+                f"tool_choice {choice!r} would force what the policy says: leave it out, or write 'auto' or 'none'",
+            )
+            return tools
+        raise CallRefused(f"tool_choice {choice!r} is not known here: leave it out", parameter="tool_choice")
+
+    def read_parallel(self, is_parallel: Any) -> None:
+        """Read whether a turn may have several calls."""
+        if is_parallel is False:
+            self.advise(
+                Advice("parallel_tool_calls", "Call at most one tool.", lambda said: len(said.tool_calls) < 2),
+                "parallel_tool_calls False would force what the policy says: leave it out",
+            )
+
+    def read_format(self, form: Any, parameter: str) -> None:
+        """Read the format of an answer, in OpenAI's form: JSON is advice."""
+        if form is None or form == {"type": "text"}:
+            return
+        kind = form.get("type") if isinstance(form, dict) else None
+        if kind not in ("json_object", "json_schema"):
+            raise CallRefused(f"{parameter} {form!r:.200} is not known here: leave it out", parameter=parameter)
+        schema = form.get("json_schema", form).get("schema")
+        said = f" that fits this schema: {json.dumps(schema)}" if schema else ""
+        self.advise(
+            Advice(parameter, f"Answer with JSON alone{said}.", lambda said: _is_json(said, schema)),
+            f"{parameter} {kind!r} would force what the policy says: leave it out",
+        )
 
     def raise_all(self) -> None:
         """Raise one refusal that lists all."""
-        match self._refused:
-            case []:
-                return
-            case [refused]:
-                raise refused
-            case [first, *_]:
-                reasons = "; ".join(map(str, self._refused))
-                raise CallRefused(f"{len(self._refused)} parts are refused: {reasons}", parameter=first.parameter)
+        if not self._refused:
+            return
+        first, *others = self._refused
+        if not others and not self._has_advisable:
+            raise first
+        reasons = "; ".join(map(str, [*self._refused, *([_ADVISE] if self._has_advisable else [])]))
+        many = f"{len(self._refused)} parts are refused: " if others else ""
+        raise CallRefused(f"{many}{reasons}", first.status, first.code, first.parameter)
+
+
+def _has_call(said: Said, name: str | None) -> bool:
+    return any(name in (None, call.name) for call in said.tool_calls)
+
+
+def _is_json(said: Said, schema: Any) -> bool:
+    try:
+        value = json.loads(said.content)
+        if schema is not None:
+            # An optional package.
+            import jsonschema
+
+            jsonschema.validate(value, schema)
+    except ImportError:
+        return True
+    # A schema may be no schema, and nest without an end.
+    except Exception:
+        return False
+    return True
+
+
+def take_stop(body: JSON, name: str) -> tuple[str, ...]:
+    """Return the texts before which an answer is to end."""
+    value = body.get(name) or []
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise CallRefused(f"{name} must be text or a list of texts, and is {value!r:.100}", parameter=name)
+    return tuple(filter(None, texts))
 
 
 def _check_field(name: str, value: Any, neutral: Mapping[str, tuple]) -> None:
@@ -53,19 +152,7 @@ def _check_field(name: str, value: Any, neutral: Mapping[str, tuple]) -> None:
     if value not in neutral[name]:
         allowed = next((value for value in neutral[name] if value is not None), None)
         also = "" if allowed is None else f", or write {allowed!r}"
-        raise CallRefused(
-            f"{name} {value!r} would sample from another policy than the one that is trained: leave it out{also}",
-            parameter=name,
-        )
-
-
-def check_temperature(body: JSON, temperature: float) -> None:
-    given = body.get("temperature")
-    if given is not None and given != temperature:
-        raise CallRefused(
-            f"temperature {given!r} is not the run's, {temperature:g}: leave it out, or write {temperature:g}",
-            parameter="temperature",
-        )
+        raise CallRefused(f"{name} {value!r:.200} is not served: leave it out{also}", parameter=name)
 
 
 def check_model(body: JSON) -> None:
@@ -108,7 +195,7 @@ def list_objects(values: list[Any], place: str) -> list[JSON]:
     return values
 
 
-def read_text(content: Any, place: str, joint: str, parts: str) -> str | None:
+def read_text(content: Any, place: str, joint: str, parts: str, kinds: Collection[str] = ("text",)) -> str | None:
     """Return a content that is text, or a list of parts that are text; None without it."""
     if content is None or isinstance(content, str):
         return content
@@ -116,7 +203,7 @@ def read_text(content: Any, place: str, joint: str, parts: str) -> str | None:
         raise CallRefused(f"{place} must be text or a list of {parts}", parameter="messages")
     texts = []
     for number, block in enumerate(list_objects(content, place)):
-        if block.get("type") != "text":
+        if block.get("type") not in kinds:
             raise CallRefused(
                 f"{place}[{number}] has the type {block.get('type')!r}, and the policy reads text alone",
                 parameter="messages",

@@ -31,8 +31,12 @@ class Gateway:
     The calls of a rollout that has a process are made by this process or its descendants, or on another host.
     """
 
-    def __init__(self, chats: Chats, reader: Reader, reads_tools: bool) -> None:
-        """Make it; `reads_tools` says that the reader finds calls of tools."""
+    def __init__(self, chats: Chats, reader: Reader, reads_tools: bool, advises: bool = False) -> None:
+        """Make it; `reads_tools` says that the reader finds calls of tools.
+
+        With `advises`, requests that would change the sampled policy are advice.
+        """
+        self.advises = advises
         self.counters = CallCounters()
         self.address = ""
         """The base URL, once the gateway serves."""
@@ -122,6 +126,7 @@ class Gateway:
             "gateway_calls": counters.calls,
             "gateway_branches": counters.branches,
             "gateway_refused": counters.refused,
+            "gateway_advice_not_followed": counters.advised.total(),
         }
 
 

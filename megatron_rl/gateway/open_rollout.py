@@ -11,6 +11,8 @@ Invariants:
 """
 
 import asyncio
+import bisect
+import collections
 import dataclasses
 import functools
 import hashlib
@@ -18,8 +20,9 @@ import logging
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Executor
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
+import msgspec
 import numpy as np
 
 from megatron_rl.errors import InputError, MegatronRLError
@@ -35,6 +38,9 @@ _log = logging.getLogger(__name__)
 # The bytes that a call may have: this many for the frame of messages and tools, and for each token that it may have.
 _FRAME_BYTES = 1 << 20
 _BYTES_OF_TOKEN = 64
+# The answers whose chats a call may name.
+_MOST_KEPT = 32
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +64,8 @@ class CallCounters:
     branches: int = 0
     """The calls, first ones left out, whose messages extend those of no answered call."""
     refused: int = 0
+    advised: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    """The turns that did not follow an advice, by its parameter."""
     has_described_branch: bool = False
 
 
@@ -120,6 +128,7 @@ class OpenRollout:
         self._furthest: tuple[tuple[Any, ...], list[JSON]] = ((), [])
         # By the digest of a chat that the policy answered: the number of messages before the first that it said.
         self._begins: dict[bytes, int] = {}
+        self._kept: dict[str, list[JSON]] = {}
 
     @property
     def messages(self) -> list[JSON]:
@@ -138,7 +147,11 @@ class OpenRollout:
     def refuse_size(self, num_bytes: int) -> NoReturn:
         self._refuse(f"a call of this rollout may have {self.most_bytes:,} bytes, and one has {num_bytes:,}")
 
-    def start(self, answering: Coroutine[Any, Any, Answer]) -> asyncio.Task[Answer]:
+    def recall(self, name: str) -> list[JSON] | None:
+        """Return the chat of one of the last stored answers, with this answer; None if it is not known."""
+        return self._kept.get(name)
+
+    def start(self, answering: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Begin to answer; the rollout's end cancels it."""
         task = asyncio.get_running_loop().create_task(answering)
         self._answering.add(task)
@@ -168,9 +181,22 @@ class OpenRollout:
         self.broken = self.broken or reason
         self.end()
 
-    async def answer(self, call: Call) -> Answer:
-        """Sample a turn and record it; raise CallRefused if the rollout's limits are reached."""
+    async def answer(self, call: Call) -> list[Answer]:
+        """Sample turns and record them; raise CallRefused if the rollout's limits are reached."""
         self._counters.calls += 1
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                sampling = [tasks.create_task(self._answer(call)) for _ in range(call.num_answers)]
+        except BaseExceptionGroup as group:
+            # The first failure is the reason; it cancelled the others.
+            raise group.exceptions[0] from None
+        return [task.result() for task in sampling]
+
+    async def count(self, call: Call) -> int:
+        """Count the tokens of a call's prompt."""
+        return len((await self._compose(call, is_sampled=False))[0])
+
+    async def _answer(self, call: Call) -> Answer:
         if call.tools and not self._reads_tools:
             raise CallRefused(
                 "nothing reads the calls of tools of this model: start the run with --rollout-tool-parser NAME, or "
@@ -191,11 +217,10 @@ class OpenRollout:
         self._num_taken += 1
         try:
             turn = await self._sample(request)
-            said = await self._read(turn, call.tools)
+            turn, said, stopped_by = await self._read(turn, call)
             # Calls that were answered meanwhile may have left fewer tokens.
             while len(turn.tokens) > 4 * (left := self.record.count_left(prompt)):
-                turn = cut_turn(turn, self._check_left(left))
-                said = await self._read(turn, call.tools)
+                turn, said, stopped_by = await self._read(cut_turn(turn, self._check_left(left)), call)
         except BaseException as error:
             self._num_taken -= 1
             if isinstance(error, MegatronRLError) and not isinstance(error, CallRefused):
@@ -204,29 +229,49 @@ class OpenRollout:
                 raise CallRefused(f"the turn was not sampled: {error}", 410, "failed") from None
             raise
         self._record(call, prompt, turn, said)
-        return self._write(call, len(prompt), turn, said)
+        answer = self._write(call, len(prompt), turn, said, stopped_by)
+        self._keep(call, answer)
+        return answer
 
-    async def _compose(self, call: Call) -> tuple[np.ndarray, str | None]:
+    def _keep(self, call: Call, answer: Answer) -> None:
+        """Count the advice that a turn does not follow, and keep its chat if a call may name it."""
+        for advice in call.advice:
+            if advice.is_followed(answer.said):
+                continue
+            if advice.parameter not in self._counters.advised:
+                _log.warning("a call's %s was advice, and a turn did not follow it; reported once", advice.parameter)
+            self._counters.advised[advice.parameter] += 1
+        if call.num_instructions is not None:
+            self._kept[answer.id] = [*call.messages[call.num_instructions :], write_said(answer.said)]
+            if len(self._kept) > _MOST_KEPT:
+                del self._kept[next(iter(self._kept))]
+
+    async def _compose(self, call: Call, is_sampled: bool = True) -> tuple[np.ndarray, str | None]:
         """Return a call's prompt, and the engine of the turn that it extends."""
-        digests = call.digests.ends
+        digests, messages = call.digests.ends, call.write_messages()
         try:
+            if call.prompt is not None:
+                tokens = call.prompt
+                if isinstance(tokens, str):
+                    tokens = await self._write_chat(self._chats.encode, tokens)
+                return np.asarray(tokens, dtype=self.terms.prompt.dtype), None
             for length in range(len(digests) - 1, 0, -1):
                 if found := self._find_parts(call, digests[length - 1]):
                     number = self._choose(found, call.digests)
                     path = self.record.read_path(number)
                     calls = call.messages[length - 1].get("tool_calls", ())
                     new = await self._write_chat(
-                        self._chats.extend, call.messages[length:], call.tools, path.tolist(), calls
+                        self._chats.extend, messages[length:], call.tools, path.tolist(), calls
                     )
                     prompt = np.concatenate([path, np.asarray(new, dtype=path.dtype)])
                     return prompt, self.record.parts[number].engine
-            tokens = await self._write_chat(self._chats.render, call.messages, call.tools)
+            tokens = await self._write_chat(self._chats.render, messages, call.tools)
             prompt = np.asarray(tokens, dtype=self.terms.prompt.dtype)
         except ChatTooLong:
             self._refuse(f"this rollout may have {self.terms.sampling.max_tokens} tokens, and a call has more")
         except InputError as error:
             raise CallRefused(str(error), parameter="messages") from None
-        if self._known:
+        if self._known and is_sampled:
             self._note_branch(call)
         return prompt, None
 
@@ -306,13 +351,29 @@ class OpenRollout:
         self.limit = reason
         raise CallRefused(f"{reason}: end here", code="limit")
 
-    async def _read(self, turn: wire.Response, tools: Sequence[JSON]) -> Said:
+    async def _read(self, turn: wire.Response, call: Call) -> tuple[wire.Response, Said, str | None]:
+        """Read a turn up to the first text that it is to end before; return it, its parts, and that text."""
         tokens = wire.decode_tokens(turn.tokens).tolist()
-        return await self._reader.read(tokens, self._chats.decode(tokens), tools)
+        text = self._chats.decode(tokens)
+        stop = min((stop for stop in call.stop if stop in text), key=text.index, default=None)
+        if stop is not None:
+            # The tokens up to the end of the text are the policy's; those after it were never said.
+            places = range(1, len(tokens) + 1)
+            length = 1 + bisect.bisect_left(places, True, key=lambda place: stop in self._chats.decode(tokens[:place]))
+            turn = msgspec.structs.replace(cut_turn(turn, length), finish_reason="stop")
+            tokens = tokens[:length]
+            text = self._chats.decode(tokens)
+        said = await self._reader.read(tokens, text, call.tools)
+        if stop is not None:
+            said = dataclasses.replace(said, content=said.content.partition(stop)[0])
+        return turn, said, stop
 
     def _record(self, call: Call, prompt: np.ndarray, turn: wire.Response, said: Said) -> None:
         number = self.record.add(prompt, turn)
         self.is_cut |= turn.finish_reason == "length"
+        if call.prompt is not None:
+            self._last = [write_said(said)]
+            return
         for digest in call.digests.ends:
             self._known.setdefault(digest, [])
         digests, reply = call.digests, write_said(said)
@@ -326,7 +387,9 @@ class OpenRollout:
             self._furthest, (self.record.get_depth(number), self._last), key=lambda furthest: furthest[0]
         )
 
-    def _write(self, call: Call, num_prompt_tokens: int, turn: wire.Response, said: Said) -> Answer:
+    def _write(
+        self, call: Call, num_prompt_tokens: int, turn: wire.Response, said: Said, stopped_by: str | None
+    ) -> Answer:
         tokens = wire.decode_tokens(turn.tokens).tolist()
         return Answer(
             id=uuid.uuid4().hex,
@@ -336,6 +399,7 @@ class OpenRollout:
             tokens=tokens,
             log_probs=wire.decode_log_probs(turn.log_probs).tolist(),
             texts=[self._chats.decode([token]) for token in tokens] if call.has_log_probs else [],
+            stopped_by=stopped_by,
         )
 
 

@@ -2,16 +2,16 @@
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron_rl.gateway import fields
-from megatron_rl.gateway.said import MODEL, Answer, Call, CallRefused, write_said
+from megatron_rl.gateway.said import MODEL, Answer, Call, CallRefused, Serving, write_said
 from megatron_rl.tool_calls import JSON
 
 _READ = {
     "messages", "model", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "stream", "stream_options",
-    "logprobs", "temperature",
+    "logprobs", "top_logprobs", "temperature", "stop", "n", "response_format", "parallel_tool_calls",
 }  # fmt: skip
 # None of these changes what is sampled; seeds are the run's.
 IGNORED = {
@@ -19,31 +19,45 @@ IGNORED = {
     "prompt_cache_retention",
 }  # fmt: skip
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "top_p": (None, 1), "top_k": (None, -1, 0), "min_p": (None, 0), "n": (None, 1), "frequency_penalty": (None, 0),
-    "presence_penalty": (None, 0), "repetition_penalty": (None, 1), "logit_bias": (None, {}), "stop": (None, [], ""),
-    "response_format": (None, {"type": "text"}), "top_logprobs": (None, 0), "parallel_tool_calls": (None, True),
-    "reasoning_effort": (None,), "modalities": (None, ["text"]), "functions": (None,), "function_call": (None,),
+    "modalities": (["text"],), "functions": (), "function_call": (),
 }  # fmt: skip
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
-def read_call(body: JSON, temperature: float) -> Call:
+# The most answers to a call.
+_MOST_ANSWERS = 64
+
+
+def read_call(body: JSON, serving: Serving) -> Call:
     """Read a request; raise CallRefused with all fields that cannot be served."""
-    refusals = fields.Refusals()
+    refusals = fields.Refusals(serving)
     refusals.check_fields(body, _READ, IGNORED, NEUTRAL)
     refusals.read(fields.check_model, body)
-    refusals.read(fields.check_temperature, body, temperature)
+    refusals.check_temperature(body)
+    refusals.read(refusals.read_format, body.get("response_format"), "response_format")
+    refusals.read_parallel(body.get("parallel_tool_calls"))
     options = refusals.read(fields.take, body, "stream_options", dict) or {}
     call = Call(
         messages=refusals.read(_read_messages, body),
-        tools=refusals.read(_read_tools, body),
+        tools=refusals.read(_read_tools, body, refusals),
         max_tokens=refusals.read(fields.take_bound, body, "max_tokens", "max_completion_tokens"),
         is_streamed=bool(refusals.read(fields.take, body, "stream", bool)),
         has_usage=options.get("include_usage") is True,
         has_log_probs=bool(refusals.read(fields.take, body, "logprobs", bool)),
+        stop=refusals.read(fields.take_stop, body, "stop") or (),
+        num_answers=refusals.read(take_number, body) or 1,
+        advice=tuple(refusals.advice),
     )
     refusals.raise_all()
     return call
+
+
+def take_number(body: JSON) -> int | None:
+    """Return the number of answers that are asked for."""
+    number = fields.take(body, "n", int)
+    if number is not None and not 1 <= number <= _MOST_ANSWERS:
+        raise CallRefused(f"n {number} must be between 1 and {_MOST_ANSWERS}", parameter="n")
+    return number
 
 
 def _read_messages(body: JSON) -> list[JSON]:
@@ -51,20 +65,14 @@ def _read_messages(body: JSON) -> list[JSON]:
     return fields.check_end([_read_message(one, f"messages[{number}].") for number, one in enumerate(messages)])
 
 
-def _read_tools(body: JSON) -> list[JSON]:
+def _read_tools(body: JSON, refusals: fields.Refusals) -> list[JSON]:
     tools = fields.list_objects(fields.take(body, "tools", list) or [], "tools")
     for number, tool in enumerate(tools):
         place = f"tools[{number}]."
         if tool.get("type") != "function":
             raise CallRefused(f"{place}type must be 'function', and is {tool.get('type')!r}", parameter="tools")
         fields.need(fields.need(tool, "function", dict, place), "name", str, f"{place}function.")
-    choice = body.get("tool_choice")
-    if choice not in (None, "auto", "none"):
-        raise CallRefused(
-            f"tool_choice {choice!r} would force what the policy says: leave it out, or write 'auto' or 'none'",
-            parameter="tool_choice",
-        )
-    return [] if choice == "none" else tools
+    return refusals.read_choice(body.get("tool_choice"), tools)
 
 
 def _read_message(message: JSON, place: str) -> JSON:
@@ -98,32 +106,40 @@ def _read_tool_call(call: JSON, place: str) -> JSON:
     }
 
 
-def write_answer(answer: Answer) -> JSON:
-    message = write_said(answer.said)
-    choice: JSON = {"index": 0, "message": message, "finish_reason": _name_end(answer)}
-    choice["logprobs"] = _write_log_probs(answer)
-    return {**_head(answer, "chat.completion"), "choices": [choice], "usage": _count(answer)}
+def write_answer(answers: Sequence[Answer], call: Call) -> JSON:
+    choices = [
+        {
+            "index": number,
+            "message": write_said(answer.said),
+            "finish_reason": _name_end(answer),
+            "logprobs": write_log_probs(answer),
+        }
+        for number, answer in enumerate(answers)
+    ]
+    return {**_head(answers[0], "chat.completion"), "choices": choices, "usage": count_tokens(answers)}
 
 
-def stream_answer(answer: Answer, call: Call) -> Iterator[str]:
-    said = answer.said
-    head = _head(answer, "chat.completion.chunk")
-
-    def event(delta: JSON, end: str | None = None, log_probs: JSON | None = None) -> str:
-        choice = {"index": 0, "delta": delta, "finish_reason": end, "logprobs": log_probs}
-        return _event({**head, "choices": [choice]})
-
-    yield event({"role": "assistant", "content": ""})
-    if said.reasoning is not None:
-        yield event({"reasoning_content": said.reasoning})
-    yield event({"content": said.content}, log_probs=_write_log_probs(answer))
-    message = write_said(said)
-    for number, tool_call in enumerate(message.get("tool_calls", ())):
-        yield event({"tool_calls": [{"index": number, **tool_call}]})
-    yield event({}, _name_end(answer))
+def stream_answer(answers: Sequence[Answer], call: Call) -> Iterator[str]:
+    head = _head(answers[0], "chat.completion.chunk")
+    for number, answer in enumerate(answers):
+        for delta, end, log_probs in _list_deltas(answer):
+            choice = {"index": number, "delta": delta, "finish_reason": end, "logprobs": log_probs}
+            yield write_event({**head, "choices": [choice]})
     if call.has_usage:
-        yield _event({**head, "choices": [], "usage": _count(answer)})
+        yield write_event({**head, "choices": [], "usage": count_tokens(answers)})
     yield "data: [DONE]\n\n"
+
+
+def _list_deltas(answer: Answer) -> Iterator[tuple[JSON, str | None, JSON | None]]:
+    """List the parts of an answer, each with the reason of its end and the log-probs of its tokens."""
+    said = answer.said
+    yield {"role": "assistant", "content": ""}, None, None
+    if said.reasoning is not None:
+        yield {"reasoning_content": said.reasoning}, None, None
+    yield {"content": said.content}, None, write_log_probs(answer)
+    for number, tool_call in enumerate(write_said(said).get("tool_calls", ())):
+        yield {"tool_calls": [{"index": number, **tool_call}]}, None, None
+    yield {}, _name_end(answer), None
 
 
 def write_error(refused: CallRefused) -> JSON:
@@ -141,20 +157,21 @@ def _name_end(answer: Answer) -> str:
     return "tool_calls" if answer.said.tool_calls else "stop"
 
 
-def _count(answer: Answer) -> JSON:
-    prompt, completion = answer.num_prompt_tokens, len(answer.tokens)
+def count_tokens(answers: Sequence[Answer]) -> JSON:
+    prompt, completion = answers[0].num_prompt_tokens, sum(len(answer.tokens) for answer in answers)
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
-def _write_log_probs(answer: Answer) -> JSON | None:
+def write_log_probs(answer: Answer) -> JSON | None:
+    """Write the log-probs of an answer's tokens; of a token's alternatives, the sampled one alone is known."""
     if not answer.texts:
         return None
-    content = [
-        {"token": text, "logprob": log_prob, "bytes": list(text.encode()), "top_logprobs": []}
-        for text, log_prob in zip(answer.texts, answer.log_probs, strict=True)
-    ]
+    content = []
+    for text, log_prob in zip(answer.texts, answer.log_probs, strict=True):
+        sampled = {"token": text, "logprob": log_prob, "bytes": list(text.encode(errors="surrogatepass"))}
+        content.append({**sampled, "top_logprobs": [sampled]})
     return {"content": content, "refusal": None}
 
 
-def _event(content: JSON) -> str:
+def write_event(content: JSON) -> str:
     return f"data: {json.dumps(content)}\n\n"

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_rl.errors import MegatronRLError
@@ -19,6 +19,27 @@ _NO_PART = b"\0"
 
 
 @dataclasses.dataclass(frozen=True)
+class Advice:
+    """A request of a client that would change the sampled policy; with --rollout-gateway-advise it is advice."""
+
+    parameter: str
+    text: str = ""
+    """The words that are added to the last message; none for what words cannot ask for."""
+    is_followed: Callable[[Said], bool] = lambda said: False
+
+
+@dataclasses.dataclass(frozen=True)
+class Serving:
+    """What a call is read with."""
+
+    temperature: float
+    advises: bool = False
+    """Whether requests that would change the policy are advice."""
+    recall: Callable[[str], list[JSON] | None] = lambda name: None
+    """Function that returns the chat of an earlier answer of the rollout, by its id."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Call:
     """A client's request for a turn."""
 
@@ -30,6 +51,24 @@ class Call:
     has_usage: bool = True
     """True if a streamed answer ends with the numbers of tokens."""
     has_log_probs: bool = False
+    prompt: str | list[int] | None = None
+    """What is sampled after, in place of a chat."""
+    stop: tuple[str, ...] = ()
+    """Texts before which the answer ends."""
+    num_answers: int = 1
+    advice: tuple[Advice, ...] = ()
+    num_instructions: int | None = None
+    """The first messages that later calls do not take over; None if the answer is not asked for later."""
+    settings: JSON = dataclasses.field(default_factory=dict)
+    """Fields of the request that the answer repeats."""
+
+    def write_messages(self) -> list[JSON]:
+        """Return the chat as the policy reads it: with the advice at its end."""
+        texts = [advice.text for advice in self.advice if advice.text]
+        if not texts:
+            return self.messages
+        last = self.messages[-1]
+        return [*self.messages[:-1], {**last, "content": "\n\n".join(filter(None, [last["content"], *texts]))}]
 
     @functools.cached_property
     def digests(self) -> "ChatDigests":
@@ -49,6 +88,8 @@ class Answer:
     log_probs: list[float]
     texts: list[str]
     """The text of each token, if log-probs were asked for."""
+    stopped_by: str | None = None
+    """The text of `Call.stop` that it ends before."""
 
 
 class CallRefused(MegatronRLError):

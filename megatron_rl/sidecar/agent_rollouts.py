@@ -175,6 +175,7 @@ class GatewayOpening:
 
     listener: socket.socket
     agents: Agents
+    advises: bool = False
 
     @classmethod
     def open(cls, config: EnvironmentConfig, settings: PoolSettings) -> "GatewayOpening":
@@ -183,14 +184,18 @@ class GatewayOpening:
         listener = open_listener(*place, GATEWAY_FLAG)
         if config.verifiers is None:
             address = _find_address(listener)
-            return cls(listener, AgentPool(config, settings, listener.getsockname()[1], address))
+            return cls(
+                listener, AgentPool(config, settings, listener.getsockname()[1], address), config.gateway_advises
+            )
         return cls(
-            listener, VerifiersServer(config.verifiers, config.agent_timeout, config.timeout, config.concurrency)
+            listener,
+            VerifiersServer(config.verifiers, config.agent_timeout, config.timeout, config.concurrency),
+            config.gateway_advises,
         )
 
     def build(self, chats: Chats, reader: Reader, reads_tools: bool) -> Gateway:
         """Build the gateway; `reads_tools` says that the reader finds calls of tools."""
-        gateway = Gateway(chats, reader, reads_tools)
+        gateway = Gateway(chats, reader, reads_tools, self.advises)
         gateway.address = _find_address(self.listener)
         return gateway
 

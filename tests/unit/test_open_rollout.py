@@ -45,7 +45,7 @@ async def act(rollout: OpenRollout, num_turns: int) -> None:
     messages = [{"role": "user", "content": "7 8"}]
     for number in range(num_turns):
         # A body is parsed into new objects.
-        answer = await rollout.answer(Call(json.loads(json.dumps(messages)), [], None))
+        (answer,) = await rollout.answer(Call(json.loads(json.dumps(messages)), [], None))
         messages.append({"role": "assistant", "content": answer.said.content})
         messages.append({"role": "user", "content": f"{number} " * 100})
 
@@ -143,7 +143,7 @@ def test_a_call_extends_the_same_one_of_equal_answers_in_every_order_of_arrival(
         with opening(sample, (7,), reader=Thoughts()) as (_, rollout):
 
             async def ask_first(number: int) -> Any:
-                answer = await rollout.answer(ask("7"))
+                (answer,) = await rollout.answer(ask("7"))
                 answered[number].set()
                 return answer
 

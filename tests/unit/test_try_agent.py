@@ -36,7 +36,7 @@ def act(base_url, api_key, model, prompt, city="nowhere", **row):
 
 def act_otherwise(base_url, api_key, model):
     messages = [{"role": "user", "content": "Hello"}]
-    CLIENT.chat.completions.create(model=model, messages=messages, top_p=0.5, n=2)
+    CLIENT.chat.completions.create(model=model, messages=messages, top_p=0.5, presence_penalty=2)
 
 
 def look(base_url, api_key, model):
@@ -86,7 +86,7 @@ def test_refused_parameters_are_printed_once_with_their_reasons_and_no_reward_is
     printed = capfd.readouterr()
     assert printed.out.count("a call was refused: 2 parts are refused: ") == 1
     assert "top_p 0.5 would sample" in printed.out
-    assert "n 2 would sample" in printed.out
+    assert "presence_penalty 2 would sample" in printed.out
     assert "BadRequestError: Error code: 400" in printed.err
     # The reason is shown although the client raises without it.
     assert "; one of its calls was refused: 2 parts are refused: " in printed.err
