@@ -17,7 +17,7 @@ import torch
 from benchmarks import random_models
 from megatron_rl.config.settings import Settings
 from megatron_rl.shared.protocol import wire
-from megatron_rl.shared.protocol.selection import list_rewards
+from megatron_rl.shared.protocol.turns import list_rewards
 from megatron_rl.types import Architecture
 
 if TYPE_CHECKING:

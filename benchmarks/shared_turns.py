@@ -21,8 +21,7 @@ import torch
 from benchmarks import random_models, report
 from benchmarks.shared_prompt_step import ARCHITECTURE, our_step, time_in_turns
 from megatron_rl.shared.protocol import wire
-from megatron_rl.shared.protocol.selection import list_rewards
-from megatron_rl.shared.protocol.turns import ENVIRONMENT
+from megatron_rl.shared.protocol.turns import ENVIRONMENT, list_rewards
 from megatron_rl.trainer.data.batch import Batcher
 from tests.ranks import run_ranks
 

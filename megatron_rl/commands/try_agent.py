@@ -19,8 +19,9 @@ from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.config.rollout import DataConfig
 from megatron_rl.confined.pool import PoolSettings
 from megatron_rl.environments.types import OnError
-from megatron_rl.errors import ExitCode
+from megatron_rl.errors import ExitCode, count_noun
 from megatron_rl.gateway.chats import Chats, ChatTooLong, TemplateChats
+from megatron_rl.gateway.gateway import Gateway
 from megatron_rl.shared.protocol import wire
 from megatron_rl.sidecar.agent_rollouts import AgentRollouts, GatewayOpening
 from megatron_rl.sidecar.engines import GroupRequest
@@ -63,16 +64,18 @@ class PrintedChats:
 class StandIn:
     """The policy: its turns call each tool once, then answer in text. Satisfies `Sampler` and `Reader`."""
 
-    def __init__(self) -> None:
+    def __init__(self, answer: str) -> None:
+        self._answer = answer
         self._called: set[str] = set()
 
     async def generate(self, request: GroupRequest) -> list[wire.Response]:
-        tokens = list(_ANSWER.encode())[: request.sampling.max_tokens]
+        whole = list(self._answer.encode())
+        tokens = whole[: request.sampling.max_tokens]
         return [
             wire.Response(
                 tokens=wire.encode_tokens(tokens),
                 log_probs=wire.encode_log_probs([-1.0] * len(tokens)),
-                finish_reason="stop" if len(tokens) == len(_ANSWER) else "length",
+                finish_reason="stop" if len(tokens) == len(whole) else "length",
                 seed=request.seed,
                 engine="stand-in",
                 spans=[wire.VersionSpan(version="0", start=0, end=len(tokens))],
@@ -84,8 +87,8 @@ class StandIn:
         functions = [tool["function"] for tool in tools]
         function = next((function for function in functions if function["name"] not in self._called), None)
         if function is None:
-            print(f"  policy: {_ANSWER}")
-            return Said(_ANSWER, None, ())
+            print(f"  policy: {self._answer}")
+            return Said(self._answer, None, ())
         name, arguments = function["name"], _make_arguments(function)
         self._called.add(name)
         print(f"  policy: calls {name} with {arguments}")
@@ -164,8 +167,10 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--prompts", type=Path, help="the file whose first row the agent gets; without it, no columns")
     parser.add_argument("--prompt-chat", action="store_true", help="as in a run")
     parser.add_argument("--hf-model", help="the model whose chat template and tokenizer write the chats")
+    parser.add_argument("--answer", default=_ANSWER, help="the text that the stand-in answers with")
     parser.add_argument("--rollout-agent-python", type=Path, help="as in a run")
     parser.add_argument("--rollout-agent-network", choices=("gateway", "any"), default="gateway", help="as in a run")
+    parser.add_argument("--rollout-gateway-advise", action="store_true", help="as in a run")
     parser.add_argument("--rollout-env-max-turns", type=int, default=EnvironmentConfig().max_turns, help="as in a run")
     parser.add_argument("--rollout-max-tokens", type=int, default=1 << 20, help="as in a run; by default 1,048,576")
     return parser.parse_args(argv)
@@ -177,10 +182,11 @@ async def _act(arguments: argparse.Namespace, folder: Path) -> wire.Response:
         agent=arguments.agent,
         agent_python=arguments.rollout_agent_python,
         agent_network=arguments.rollout_agent_network,
+        gateway_advises=arguments.rollout_gateway_advise,
         workers=1,
     )
     chats = None if arguments.hf_model is None else TemplateChats.load(arguments.hf_model)
-    policy = StandIn()
+    policy = StandIn(arguments.answer)
     opening = GatewayOpening.open(config, PoolSettings(log=folder / _LOG))
     gateway = opening.build(PrintedChats(chats), policy, reads_tools=True)
     sampling = wire.Sampling(max_tokens=arguments.rollout_max_tokens, max_turns=arguments.rollout_env_max_turns)
@@ -189,10 +195,18 @@ async def _act(arguments: argparse.Namespace, folder: Path) -> wire.Response:
         async with opening.serve(gateway):
             rollouts = AgentRollouts(policy, opening.agents, gateway, OnError(stops=True), (), needs_rewards=False)
             (transcript,) = await rollouts.hold_group(GroupRequest("try", (), 1, 0, sampling), prompt)
+            print(_describe_calls(gateway))
             return transcript.response
     finally:
         opening.listener.close()
         await opening.agents.close()
+
+
+def _describe_calls(gateway: Gateway) -> str:
+    """Describe what a run would train on, and what it would not follow."""
+    counters = gateway.counters
+    advised = "".join(f", {name} not followed" for name in counters.advised)
+    return f"{count_noun(counters.calls, 'call')}, {counters.branches} of them branches{advised}"
 
 
 def _read_prompt(arguments: argparse.Namespace) -> wire.Prompt:

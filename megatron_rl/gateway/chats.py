@@ -27,7 +27,7 @@ class Chats(Protocol):
     def decode(self, tokens: Sequence[int]) -> str: ...
 
     def encode(self, text: str, *, most: int) -> list[int]:
-        """Return the tokens of a text that is no chat."""
+        """Return the tokens of a plain text."""
 
     def render(self, messages: Sequence[JSON], tools: Sequence[JSON], *, most: int) -> list[int]:
         """Return the tokens of a whole chat, up to the policy's turn; raise InputError if it cannot be written."""

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron_rl.gateway import fields
-from megatron_rl.gateway.openai_calls import IGNORED, count_tokens, take_number, write_error, write_event
+from megatron_rl.gateway.openai_calls import IGNORED, take_number, write_error, write_event, write_usage
 from megatron_rl.gateway.said import MODEL, Answer, Call, CallRefused, Serving
 from megatron_rl.tool_calls import JSON
 
@@ -51,14 +51,14 @@ def _read_prompt(body: JSON) -> str | list[int]:
 
 def write_answer(answers: Sequence[Answer], call: Call) -> JSON:
     choices = [_write_choice(number, answer) for number, answer in enumerate(answers)]
-    return {**_head(answers[0]), "choices": choices, "usage": count_tokens(answers)}
+    return {**_head(answers[0]), "choices": choices, "usage": write_usage(answers)}
 
 
 def stream_answer(answers: Sequence[Answer], call: Call) -> Iterator[str]:
     for number, answer in enumerate(answers):
         yield write_event({**_head(answers[0]), "choices": [_write_choice(number, answer)]})
     if call.has_usage:
-        yield write_event({**_head(answers[0]), "choices": [], "usage": count_tokens(answers)})
+        yield write_event({**_head(answers[0]), "choices": [], "usage": write_usage(answers)})
     yield "data: [DONE]\n\n"
 
 

@@ -22,7 +22,7 @@ class Refusals:
     def __init__(self, serving: Serving) -> None:
         self.serving = serving
         self.advice: list[Advice] = []
-        """What was asked for and is advice."""
+        """Requests that are advice."""
         self._refused: list[CallRefused] = []
         self._has_advisable = False
 

@@ -116,7 +116,7 @@ def write_answer(answers: Sequence[Answer], call: Call) -> JSON:
         }
         for number, answer in enumerate(answers)
     ]
-    return {**_head(answers[0], "chat.completion"), "choices": choices, "usage": count_tokens(answers)}
+    return {**_head(answers[0], "chat.completion"), "choices": choices, "usage": write_usage(answers)}
 
 
 def stream_answer(answers: Sequence[Answer], call: Call) -> Iterator[str]:
@@ -126,7 +126,7 @@ def stream_answer(answers: Sequence[Answer], call: Call) -> Iterator[str]:
             choice = {"index": number, "delta": delta, "finish_reason": end, "logprobs": log_probs}
             yield write_event({**head, "choices": [choice]})
     if call.has_usage:
-        yield write_event({**head, "choices": [], "usage": count_tokens(answers)})
+        yield write_event({**head, "choices": [], "usage": write_usage(answers)})
     yield "data: [DONE]\n\n"
 
 
@@ -157,7 +157,7 @@ def _name_end(answer: Answer) -> str:
     return "tool_calls" if answer.said.tool_calls else "stop"
 
 
-def count_tokens(answers: Sequence[Answer]) -> JSON:
+def write_usage(answers: Sequence[Answer]) -> JSON:
     prompt, completion = answers[0].num_prompt_tokens, sum(len(answer.tokens) for answer in answers)
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 

@@ -30,7 +30,7 @@ class Advice:
 
 @dataclasses.dataclass(frozen=True)
 class Serving:
-    """What a call is read with."""
+    """The terms on which a call is read."""
 
     temperature: float
     advises: bool = False
@@ -52,7 +52,7 @@ class Call:
     """True if a streamed answer ends with the numbers of tokens."""
     has_log_probs: bool = False
     prompt: str | list[int] | None = None
-    """What is sampled after, in place of a chat."""
+    """A text or token ids that are continued, in place of a chat."""
     stop: tuple[str, ...] = ()
     """Texts before which the answer ends."""
     num_answers: int = 1

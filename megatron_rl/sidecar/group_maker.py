@@ -23,8 +23,7 @@ from megatron_rl.shared.protocol.provenance import (
     derive_first_seed,
     may_be_cut,
 )
-from megatron_rl.shared.protocol.selection import list_rewards
-from megatron_rl.shared.protocol.turns import mask_sampled
+from megatron_rl.shared.protocol.turns import list_rewards, mask_sampled
 from megatron_rl.sidecar import attempts
 from megatron_rl.sidecar.engines import GroupRequest
 from megatron_rl.tool_calls import JSON

@@ -33,9 +33,9 @@ import msgspec
 
 from megatron_rl.errors import InputError, MegatronRLError
 from megatron_rl.shared.protocol import wire
-from megatron_rl.shared.protocol.selection import Binding, clip_rewards, has_signal, list_rewards, open_selection
+from megatron_rl.shared.protocol.selection import Binding, clip_rewards, has_signal, open_selection
 from megatron_rl.shared.protocol.slots import Claim, Place, divide
-from megatron_rl.shared.protocol.turns import divide_reward
+from megatron_rl.shared.protocol.turns import divide_reward, list_rewards
 from megatron_rl.shared.protocol.wire import Census, Group, GroupPart, Prompt, Slot, Submission, Unscored
 
 

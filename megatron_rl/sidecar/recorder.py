@@ -13,8 +13,8 @@ import msgspec
 
 from megatron_rl.observe.trace import SIDECAR, Recorder, TraceFile, find_own_offset
 from megatron_rl.shared.protocol import wire
-from megatron_rl.shared.protocol.selection import list_rewards
 from megatron_rl.shared.protocol.slots import Claim
+from megatron_rl.shared.protocol.turns import list_rewards
 from megatron_rl.shared.records.append_file import AppendFailed
 from megatron_rl.shared.records.audit_events import EngineReport, ProbeRecord
 from megatron_rl.shared.records.audit_log import FILE_NAME, AuditLog

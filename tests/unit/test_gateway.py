@@ -497,7 +497,7 @@ async def test_a_stop_text_ends_the_answer_and_what_follows_was_never_said(tmp_p
         said = await world.ask(ASKED, stop=["nothing", "Observation:"])
         assert (said.choices[0].message.content, said.choices[0].finish_reason) == ("5 ", "stop")
         await world.ask(ASKED, said.choices[0].message, {"role": "user", "content": "8"})
-        # It goes on after the tokens of the text, which the policy said.
+        # The chat continues after the tokens of the text, which the policy said.
         assert world.read_prompt(1).count("5 Observation:<|im_end|>\n<|im_start|>user\n8") == 1
         assert world.gateway.counters.branches == 0
     async with serving(tmp_path, "5 end 6") as world:

@@ -28,6 +28,7 @@ from typing import Protocol
 import numpy as np
 
 from megatron_rl.shared.protocol.slots import Claim, Division, Place
+from megatron_rl.shared.protocol.turns import list_rewards
 from megatron_rl.shared.protocol.wire import Plan
 
 Binding = int | Place
@@ -212,11 +213,6 @@ def clip_rewards(rewards: Sequence[float], plan: Plan) -> list[float]:
     least = -math.inf if plan.least_reward is None else plan.least_reward
     largest = math.inf if plan.largest_reward is None else plan.largest_reward
     return [min(max(reward, least), largest) for reward in rewards]
-
-
-def list_rewards(responses: Sequence[ScoredResponse]) -> list[float]:
-    """List the rewards of the responses that are scored."""
-    return [response.reward for response in responses if response.reward is not None]
 
 
 def has_signal(responses: Sequence[ScoredResponse], plan: Plan) -> bool:

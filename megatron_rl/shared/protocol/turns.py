@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -94,6 +94,16 @@ def list_spans_of_parts(response: Response) -> list[list[VersionSpan]]:
             parts.append([])
         parts[-1].append(span)
     return parts
+
+
+class Rewarded(Protocol):
+    @property
+    def reward(self) -> float | None: ...
+
+
+def list_rewards(responses: Sequence[Rewarded]) -> list[float]:
+    """List the rewards of the responses that are scored."""
+    return [response.reward for response in responses if response.reward is not None]
 
 
 def divide_reward(response: Response) -> list[float]:

@@ -16,11 +16,10 @@ from megatron_rl.shared.protocol.selection import (
     SelectionByArrival,
     SelectionBySignal,
     has_signal,
-    list_rewards,
     open_selection,
 )
 from megatron_rl.shared.protocol.slots import Claim, Place, divide
-from megatron_rl.shared.protocol.turns import ENVIRONMENT
+from megatron_rl.shared.protocol.turns import ENVIRONMENT, list_rewards
 from megatron_rl.shared.records import audit_events
 from megatron_rl.shared.records.audit_chain import Breach, BreachName, Chain
 from megatron_rl.shared.records.audit_events import ResponseRecord, SpanRecord, Submit

@@ -17,8 +17,8 @@ import msgspec
 
 from megatron_rl.errors import InputError, MegatronRLError, check_writer
 from megatron_rl.shared.protocol.provenance import derive_group_seed
-from megatron_rl.shared.protocol.selection import list_rewards
 from megatron_rl.shared.protocol.slots import Claim
+from megatron_rl.shared.protocol.turns import list_rewards
 from megatron_rl.shared.protocol.wire import WIRE_VERSION, Evaluation, Group, Mismatch, Proof, Response, Submission
 from megatron_rl.shared.records.append_file import AppendFile, Closing
 from megatron_rl.shared.records.audit_events import (

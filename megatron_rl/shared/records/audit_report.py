@@ -4,7 +4,7 @@ import dataclasses
 from collections import Counter
 from typing import NamedTuple
 
-from megatron_rl.shared.protocol.selection import list_rewards
+from megatron_rl.shared.protocol.turns import list_rewards
 from megatron_rl.shared.protocol.wire import Proof
 from megatron_rl.shared.records import audit_events
 from megatron_rl.shared.records.audit_chain import Breach

@@ -12,8 +12,7 @@ import numpy as np
 from megatron_rl.algorithm.advantages import is_all_equal
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.shared.protocol.provenance import name_source
-from megatron_rl.shared.protocol.selection import list_rewards
-from megatron_rl.shared.protocol.turns import count_sampled, count_turns
+from megatron_rl.shared.protocol.turns import count_sampled, count_turns, list_rewards
 from megatron_rl.shared.protocol.wire import Cause, Evaluated, Group, GroupPart, Mismatch, Response, Unscored
 from megatron_rl.trainer.data.batch import BatchFacts
 from megatron_rl.trainer.data.slots import Identity
