@@ -111,6 +111,7 @@ test-trl: env ## losses beside TRL's, in an environment of its own
 
 test-frameworks: env ## agents of a dozen frameworks through the gateway, in an environment of their own
 	@tools/make_environment $(FRAMEWORKS_VENV) requirements/frameworks.lock 3.11 $(PYTHON)
+	@npm install --silent --no-save --prefix $(FRAMEWORKS_VENV) @openai/codex@0.171.0 @anthropic-ai/claude-code@2.1.197
 	FRAMEWORKS_PYTHON=$(FRAMEWORKS_VENV)/bin/python $(VENV)/bin/python -m pytest --target test-frameworks tests/frameworks
 
 test-verifiers: env ## a real environment server of verifiers, in an environment of its own

@@ -170,6 +170,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--answer", default=_ANSWER, help="the text that the stand-in answers with")
     parser.add_argument("--rollout-agent-python", type=Path, help="as in a run")
     parser.add_argument("--rollout-agent-network", choices=("gateway", "any"), default="gateway", help="as in a run")
+    parser.add_argument("--reward-confine", choices=("auto", "require", "off"), default="auto", help="as in a run")
     parser.add_argument("--rollout-gateway-advise", action="store_true", help="as in a run")
     parser.add_argument("--rollout-env-max-turns", type=int, default=EnvironmentConfig().max_turns, help="as in a run")
     parser.add_argument("--rollout-max-tokens", type=int, default=1 << 20, help="as in a run; by default 1,048,576")
@@ -187,7 +188,7 @@ async def _act(arguments: argparse.Namespace, folder: Path) -> wire.Response:
     )
     chats = None if arguments.hf_model is None else TemplateChats.load(arguments.hf_model)
     policy = StandIn(arguments.answer)
-    opening = GatewayOpening.open(config, PoolSettings(log=folder / _LOG))
+    opening = GatewayOpening.open(config, PoolSettings(log=folder / _LOG, confine=arguments.reward_confine))
     gateway = opening.build(PrintedChats(chats), policy, reads_tools=True)
     sampling = wire.Sampling(max_tokens=arguments.rollout_max_tokens, max_turns=arguments.rollout_env_max_turns)
     try:

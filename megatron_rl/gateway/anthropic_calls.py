@@ -10,12 +10,12 @@ from megatron_rl.tool_calls import JSON
 
 _READ = {
     "messages", "model", "tools", "tool_choice", "max_tokens", "stream", "system", "temperature", "thinking",
-    "stop_sequences",
+    "stop_sequences", "output_config",
 }  # fmt: skip
 # None of these changes what is sampled.
-IGNORED = {"metadata", "service_tier", "cache_control"}
+IGNORED = {"metadata", "service_tier", "cache_control", "context_management"}
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "output_config": ({},), "container": (), "context_management": ({"edits": []},),
+    "container": (),
 }  # fmt: skip
 
 
@@ -26,6 +26,10 @@ def read_call(body: JSON, serving: Serving) -> Call:
     refusals.read(fields.check_model, body)
     refusals.check_temperature(body)
     refusals.read(_check_thinking, body, refusals)
+    output = refusals.read(fields.take, body, "output_config", dict) or {}
+    refusals.read(refusals.read_format, output.get("format"), "output_config.format")
+    if output.get("effort") is not None:
+        refusals.advise(Advice("output_config.effort"), "output_config.effort would change the policy: leave it out")
     call = Call(
         messages=refusals.read(_read_messages, body),
         tools=refusals.read(_read_tools, body, refusals),

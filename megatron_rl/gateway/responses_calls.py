@@ -16,7 +16,9 @@ _READ = {
     "input", "instructions", "model", "tools", "tool_choice", "max_output_tokens", "stream", "temperature", "text",
     "parallel_tool_calls", "previous_response_id", "store", "reasoning", "include",
 }  # fmt: skip
-_IGNORED = IGNORED | {"stream_options", "top_logprobs", "max_tool_calls", "prompt_cache_options", "context_management"}
+_IGNORED = IGNORED | {
+    "stream_options", "top_logprobs", "max_tool_calls", "prompt_cache_options", "context_management", "client_metadata",
+}  # fmt: skip
 _NEUTRAL: dict[str, tuple[Any, ...]] = {"truncation": ("disabled",), "background": (False,)}
 _TEXTS = ("input_text", "output_text", "text")
 _LOG_PROBS = "message.output_text.logprobs"
@@ -105,7 +107,9 @@ def _read_part(item: JSON, kind: str, place: str) -> JSON:
         return {"role": "system" if role == "developer" else role, "content": content}
     if kind == "function_call_output":
         content = fields.read_text(item.get("output"), f"{place}output", "\n", "parts", _TEXTS) or ""
-        return {"role": "tool", "content": content, "tool_call_id": fields.need(item, "call_id", str, place)}
+        # Codex tells the policy what it did by itself as the output of no call.
+        name = fields.take(item, "call_id", str, place) or fields.need(item, "name", str, place)
+        return {"role": "tool", "content": content, "tool_call_id": name}
     if kind == "function_call":
         function = {
             "name": fields.need(item, "name", str, place),
@@ -124,10 +128,9 @@ def _read_tools(body: JSON, refusals: fields.Refusals) -> list[JSON]:
     tools = []
     for number, tool in enumerate(fields.list_objects(fields.take(body, "tools", list) or [], "tools")):
         place = f"tools[{number}]."
-        if tool.get("type") != "function":
-            raise CallRefused(
-                f"{place}type {tool.get('type')!r} is run by OpenAI's own servers alone", parameter="tools"
-            )
+        if (kind := tool.get("type")) != "function":
+            refusals.advise(Advice("tools"), f"{place}type {kind!r} is not served: the policy calls functions alone")
+            continue
         function: JSON = {"name": fields.need(tool, "name", str, place)}
         if description := fields.take(tool, "description", str, place):
             function["description"] = description

@@ -5,6 +5,9 @@ Addresses and keys come from the environment, as a run sets it. Each agent retur
 
 import json
 import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 # It would ask for prices on the internet.
@@ -38,6 +41,23 @@ def multiply(first: int, second: int) -> int:
 def count(said: Any) -> dict[str, float]:
     """Return the numbers that a test compares."""
     return {"calls": float(len(CALLS)), "said": float(bool(str(said)))}
+
+
+PROGRAMS = Path(sys.prefix) / "node_modules" / ".bin"
+
+
+def run(*words: str, **environment: str) -> dict[str, float]:
+    """Run a program of npm; it has tools of its own."""
+    ended = subprocess.run(
+        [PROGRAMS / words[0], *words[1:]],
+        stdin=subprocess.DEVNULL,
+        env=os.environ | environment,
+        timeout=100,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    return {"said": float("stand-in" in ended.stdout)}
 
 
 PARAMETERS = {
@@ -209,3 +229,16 @@ def mini_swe_agent(model: str, **row: Any) -> dict[str, float]:
     agent = DefaultAgent(served, LocalEnvironment(), **texts)
     agent.run(TASK)
     return {"calls": float(agent.n_calls)}
+
+
+def codex(base_url: str, model: str, **row: Any) -> dict[str, float]:
+    served = (
+        f'model_providers.here={{name="here", base_url="{base_url}", env_key="OPENAI_API_KEY", wire_api="responses"}}'
+    )
+    words = ["exec", "--skip-git-repo-check", "-s", "danger-full-access", "-m", model, "-c", served]
+    return run("codex", *words, "-c", "model_provider=here", TASK)
+
+
+def claude_code(model: str, **row: Any) -> dict[str, float]:
+    quiet = {"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1", "IS_SANDBOX": "1"}
+    return run("claude", "-p", TASK, "--model", model, "--dangerously-skip-permissions", **quiet)

@@ -36,6 +36,18 @@ OUTCOMES: dict[str, tuple[int, int, int, str]] = {
     "dspy_predict": (1, 0, 0, ""),
     "mini_swe_agent": (3, 0, 3, ""),
 }
+# Programs of npm, which have many tools; Claude Code ends where it cannot read /proc/self.
+PROGRAMS = {"codex": ("tools", []), "claude_code": ("output_config.effort", ["--reward-confine", "off"])}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_of_npm_acts_through_the_gateway_as_it_is(name: str, capfd) -> None:
+    advised, words = PROGRAMS[name]
+    words = [*words, "--rollout-agent-python", str(PYTHON), "--rollout-env-max-turns", "60"]
+    assert main(["try-agent", f"{AGENTS}:{name}", *words, "--rollout-gateway-advise"]) == ExitCode.OK
+    printed = capfd.readouterr().out
+    assert f"calls, 0 of them branches, {advised} not followed" in printed
+    assert "said 1" in printed.splitlines()[-1]
 
 
 @pytest.mark.parametrize("name", OUTCOMES)

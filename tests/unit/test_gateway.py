@@ -598,7 +598,7 @@ async def test_the_responses_of_openai_talk_use_tools_and_stream(tmp_path) -> No
         with pytest.raises(openai.NotFoundError, match="is not known: it must be an answer of this rollout"):
             await world.openai.responses.create(input="go", previous_response_id=second.id, **asking)
         for changes, named in (
-            ({"tools": [{"type": "web_search"}]}, "'web_search' is run by OpenAI's own servers alone"),
+            ({"tools": [{"type": "web_search"}]}, "'web_search' is not served: the policy calls functions alone"),
             ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "reads text alone"),
             ({"background": True}, "background True is not served"),
             ({"reasoning": {"effort": "low"}}, "reasoning.effort would change the policy"),
