@@ -125,7 +125,7 @@ def _is_json(said: Said, schema: Any) -> bool:
     try:
         value = json.loads(said.content)
         if schema is not None:
-            # An optional package.
+            # It comes with vLLM.
             import jsonschema
 
             jsonschema.validate(value, schema)

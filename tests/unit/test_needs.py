@@ -12,8 +12,18 @@ from tests import extras
 from tests.ranks import ROOT
 
 GROUPS = ("always", "cpu", "cuda", "npu", "math", "parquet", "picture", "ray", "report", "tensorboard", "verifiers")
-# Imported if installed, and named by an error if needed; jinja2 comes with torch.
-FREE = {"fla", "flash_attn", "jinja2", "mindspeed", "transformer_engine", "triton", "wandb", "vllm_ascend"}
+# Imported if installed, and named by an error if needed; jinja2 comes with torch, and jsonschema with vLLM.
+FREE = {
+    "fla",
+    "flash_attn",
+    "jinja2",
+    "jsonschema",
+    "mindspeed",
+    "transformer_engine",
+    "triton",
+    "wandb",
+    "vllm_ascend",
+}
 
 
 def read_lock(path: Path) -> dict[str, str]:
