@@ -51,6 +51,7 @@ def run(*words: str, **environment: str) -> dict[str, float]:
     ended = subprocess.run(
         [PROGRAMS / words[0], *words[1:]],
         stdin=subprocess.DEVNULL,
+        cwd=os.environ["HOME"],
         env=os.environ | environment,
         timeout=100,
         check=True,
