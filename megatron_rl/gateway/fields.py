@@ -73,7 +73,9 @@ class Refusals:
             return tools
         if kind == "none":
             return []
-        named = choice.get("function", choice).get("name") if isinstance(choice, dict) else None
+        named = None
+        if isinstance(choice, dict):
+            named = take(take(choice, "function", dict, "tool_choice.") or choice, "name", str, "tool_choice.")
         if kind in ("required", "any", "function", "tool") and (named or kind in ("required", "any")):
             which = f"the tool {named}" if named else "one of the tools"
             self.advise(
@@ -98,7 +100,7 @@ class Refusals:
         kind = form.get("type") if isinstance(form, dict) else None
         if kind not in ("json_object", "json_schema"):
             raise CallRefused(f"{parameter} {form!r:.200} is not known here: leave it out", parameter=parameter)
-        schema = form.get("json_schema", form).get("schema")
+        schema = (take(form, "json_schema", dict, f"{parameter}.") or form).get("schema")
         said = f" that fits this schema: {json.dumps(schema)}" if schema else ""
         self.advise(
             Advice(parameter, f"Answer with JSON alone{said}.", lambda said: _is_json(said, schema)),
