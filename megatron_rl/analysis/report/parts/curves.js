@@ -11,6 +11,8 @@ const CHARTS = [
   { title: "Groups of equal rewards", lines: [["reward/all_equal_groups", "groups"], ["groups", "of all"]] },
   { title: "Length of responses, tokens", lines: [["responses/length_mean", "mean"], ["responses/length_max", "longest"], ["evaluation/length_mean", "in evaluations"]] },
   { title: "Truncated responses, share", lines: [["responses/truncated", "truncated"]] },
+  { title: "Failed responses, share", lines: [["responses/failed", "failed"], ["responses/unscored", "not scored"]] },
+  { title: "Failed responses by cause", lines: [], more: name => name.startsWith("responses/failures/"), name: name => name.split("/")[2] },
   { title: "Divergence from the reference", lines: [["kl", "KL"]] },
   { title: "Divergence from the teacher", lines: [["teacher_kl", "KL"]] },
   { title: "Mismatch of engine and trainer", lines: [["mismatch/mean", "mean"], ["mismatch/max", "largest"], ["mismatch/kl", "KL"]], log: true },
