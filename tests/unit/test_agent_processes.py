@@ -28,7 +28,7 @@ FIRST_WORD = 100
 AGENT = '''
 import asyncio, multiprocessing, os
 from concurrent.futures import ThreadPoolExecutor
-import openai
+import anthropic, openai
 
 def set_environment(base_url, api_key):
     """Do what people did when a rollout had no environment of its own."""
@@ -42,6 +42,12 @@ def ask(word, client=None):
 def act_alone(base_url, api_key, model, word):
     set_environment(base_url, api_key)
     return float(bool(ask(word)) and bool(ask(word)))
+
+def act_with_both(base_url, api_key, model, word):
+    """Use what the process found in its environment."""
+    messages = [{"role": "user", "content": str(word)}]
+    told = anthropic.Anthropic().messages.create(model=model, max_tokens=9, messages=messages)
+    return float(bool(ask(word)) and bool(told.content[0].text))
 
 def act_in_threads(base_url, api_key, model, word):
     set_environment(base_url, api_key)
@@ -89,6 +95,7 @@ async def act_many(world: World) -> None:
     [
         "act_in_tasks",
         *[pytest.param(f"act_{how}", marks=pytest.mark.each_change) for how in ("alone", "in_threads", "in_processes")],
+        "act_with_both",
     ],
 )
 @in_event_loop

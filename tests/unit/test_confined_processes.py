@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.confined.confinement import landlock_version
+from megatron_rl.confined.confinement import NETWORK, landlock_version
 from megatron_rl.confined.pool import ConfinedPool, PoolSettings, Program
 from megatron_rl.confined.process import CallFailed, ConfinedProcess
 from megatron_rl.environments.pool import EnvironmentProcess
@@ -282,3 +282,6 @@ def test_confinement_that_is_missing_is_said_and_refused_where_it_is_required(ki
     assert asyncio.run(list_missing(confine="off")) == ["everything"]
     with pytest.raises(PlatformError, match=r"things cannot be confined in processes \(no namespace .*; write auto"):
         asyncio.run(list_missing(confine="require", namespace=False))
+    # A kernel that confines files and not the network.
+    with pytest.raises(PlatformError, match=r"things cannot be confined in network \(no ports.*; write auto"):
+        build(kind, tmp_path, confine="require")._check_confinement({NETWORK: "no ports"})

@@ -23,7 +23,7 @@ from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.confined.pool import PoolSettings
 from megatron_rl.gateway.chats import NumberChats
 from megatron_rl.shared.weights.delivery.channel import connect
-from megatron_rl.shared.weights.delivery.greetings import raise_file_limit
+from megatron_rl.shared.weights.delivery.greetings import GREETING_SECONDS, raise_file_limit
 from megatron_rl.shared.weights.delivery.messages import DeliveryError, Hello
 from megatron_rl.sidecar.agent.messages import LeaseRequest
 from megatron_rl.sidecar.agent_rollouts import GatewayOpening
@@ -222,6 +222,37 @@ def test_a_greeting_has_one_deadline_however_its_bytes_come(agent: Agent) -> Non
     with dial(agent.port) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nX-Slow: ")
         drip(connection)
+
+
+def test_clients_that_drip_hold_no_place_of_another_address_and_their_own_for_one_deadline(agent: Agent) -> None:
+    port = agent.lease()
+    opening = b"mrlweights\1\0" + bytes(32) + (1 << 16).to_bytes(4, "little")
+    with contextlib.ExitStack() as stack:
+        attack = [socket.create_connection(("127.0.0.1", port), SOON, ("127.0.0.2", 0)) for _ in range(300)]
+        for connection in map(stack.enter_context, attack):
+            connection.sendall(opening)
+        begun = time.monotonic()
+        greet(port)
+        assert time.monotonic() - begun < GREETING_SECONDS / 2
+        while not all(map(has_ended, attack)):
+            assert time.monotonic() < begun + 6 * GREETING_SECONDS
+            for connection in attack:
+                with contextlib.suppress(ConnectionError):
+                    connection.sendall(b"m")
+            time.sleep(0.1)
+
+
+def has_ended(connection: socket.socket) -> bool:
+    """Check whether the other end has closed a connection."""
+    with contextlib.suppress(ConnectionError):
+        connection.setblocking(False)
+        try:
+            return not connection.recv(1 << 16)
+        except BlockingIOError:
+            return False
+        finally:
+            connection.settimeout(SOON)
+    return True
 
 
 def test_a_receiver_goes_on_after_a_thread_could_not_start(agent: Agent) -> None:
