@@ -13,6 +13,12 @@ SAMPLING: dict[str, tuple[Any, ...]] = {
     "repetition_penalty": (1,), "logit_bias": ({},), "reasoning_effort": (), "verbosity": (),
 }  # fmt: skip
 _ADVISE = "or start the run with --rollout-gateway-advise, which makes it advice"
+# The settings of frameworks that send a parameter.
+_SETTINGS = {
+    "temperature": "in langchain leave out ChatOpenAI's temperature",
+    "tool_choice": "in smolagents OpenAIModel(..., tool_choice='auto') does, in instructor mode=Mode.MD_JSON; in "
+    "pydantic-ai leave out output_type",
+}
 _KINDS = {str: "text", int: "a whole number", bool: "true or false", list: "a list", dict: "an object"}
 
 
@@ -32,7 +38,9 @@ class Refusals:
             self.advice.append(advice)
             return
         self._has_advisable = True
-        self._refused.append(CallRefused(reason, parameter=advice.parameter))
+        setting = _SETTINGS.get(advice.parameter)
+        told = reason if setting is None else f"{reason} ({setting})"
+        self._refused.append(CallRefused(told, parameter=advice.parameter))
 
     def read(self, read: Callable[..., Any], *arguments: Any) -> Any:
         """Return what a function reads; None if it refuses."""

@@ -66,3 +66,5 @@ def test_an_agent_of_a_framework_acts_through_the_gateway_as_it_is(name: str, ca
     if advised:
         assert f"{advised} " in (printed := "".join(capfd.readouterr()))
         assert "or start the run with --rollout-gateway-advise" in printed
+        # The refusal names the framework's own setting.
+        assert {"langgraph": "langchain", "pydantic_ai": "pydantic-ai"}.get(name, name) in printed
