@@ -284,6 +284,28 @@ def test_periodic_and_sync_end_in_the_same_weights_where_agents_fail(world, trea
         assert any("OSError: its tool's host is away" in line.get("failure", "") for line in lines)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("folder", "changes"),
+    [
+        ("tp2", {"tensor_model_parallel_size": 2, "sequence_parallel": True, "grpo_kl_beta": 0.05}),
+        ("pp2", {"pipeline_model_parallel_size": 2, "grpo_aggregation": "sequence", "global_batch_size": 16}),
+        ("cp2", {"context_parallel_size": 2, "micro_batch_size": 2}),
+    ],
+)
+def test_a_slot_without_a_scored_response_is_computed_in_each_layout(
+    world, folder: str, changes: dict[str, Any]
+) -> None:
+    # Every response to the rows whose answer is 3 fails.
+    changes = {**make_changes("agent", world, has_faults=True), "rollout_env_on_error": "exclude", **changes}
+    loop.run(world.folder / folder, 2, world.words(folder, **changes, train_iters=4))
+    run = world.folder / "runs" / folder
+    assert not verify(run).breaches
+    lines = read_metrics(run)
+    assert sum(line["responses"].get("unscored_groups", 0) for line in lines) > 0
+    assert all(0 < line["gradient_norm"] < 100 for line in lines)
+
+
 @pytest.mark.each_change
 def test_periodic_and_sync_end_in_the_same_weights_where_the_policy_calls_tools(chats) -> None:
     compare_schedules(chats, "tools", 1, [51], **make_changes("tools", chats))
