@@ -27,7 +27,7 @@ Row = tuple[str, str, str]
 _OF_OBJECTIVE: dict[str, frozenset[str] | None] = {
     "algorithm": None,
     "sampling": None,
-    "environment": frozenset({"source", "max_turns", "on_error", "agent", "verifiers"}),
+    "environment": frozenset({"source", "max_turns", "on_error", "agent", "verifiers", "gateway_advises"}),
     "reward": frozenset({"functions", "on_error"}),
 }
 # Metrics change nothing, and the weights of frozen models are compared by their fingerprints.

@@ -129,7 +129,7 @@ class EnvironmentPool(ConfinedPool):
         """Everything that a pool knows to decide what environments say."""
         digest = hashlib.sha256(self._source.encode()).hexdigest()
         config = self._config
-        return json.dumps([str(self._file), self._name, digest, config.max_turns, config.on_error])
+        return json.dumps([str(self._file), self._name, digest, config.max_turns])
 
     async def start(self) -> Description:
         """Start the processes; raise a UsageError that names the file and line if the class cannot be used."""

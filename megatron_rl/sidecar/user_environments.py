@@ -46,8 +46,10 @@ class UserRollouts:
     @property
     def identity(self) -> str:
         """Name all that decides what they make: groups that others made are made again."""
-        rollout = self.settings.rollout
-        return " ".join(filter(None, (self._code.identity, rollout.tool_parser, rollout.reasoning_parser)))
+        rollout, environment = self.settings.rollout, self.settings.environment
+        advises = "advises" if environment.gateway_advises else None
+        parts = (self._code.identity, rollout.tool_parser, rollout.reasoning_parser, environment.on_error, advises)
+        return " ".join(filter(None, parts))
 
     def list_starts(self) -> dict[str, Coroutine[Any, Any, Any]]:
         """List the parts of the sidecar's start that start them."""
