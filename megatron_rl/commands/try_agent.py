@@ -40,12 +40,14 @@ class PrintedChats:
 
     def __init__(self, chats: Chats | None) -> None:
         self._chats = chats
+        self.num_tokens = None if chats is None else chats.num_tokens
 
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(tokens).decode() if self._chats is None else self._chats.decode(tokens)
 
     def encode(self, text: str, *, most: int) -> list[int]:
-        return self.render([{"role": "text", "content": text}], (), most=most)
+        _print_messages("a text that is continued", [{"role": "text", "content": text}])
+        return list(text.encode()) if self._chats is None else self._chats.encode(text, most=most)
 
     def render(self, messages: Sequence[JSON], tools: Sequence[JSON], *, most: int) -> list[int]:
         names = ", ".join(tool["function"]["name"] for tool in tools) or "none"

@@ -61,6 +61,10 @@ class ProcessEnded(CallFailed):
         """True if the call was open then, and may be the cause."""
 
 
+class OwnProcessEnded(CallFailed):
+    """The end of a process that only this call had."""
+
+
 class OutputLog:
     """A file that takes up to 16 MiB of output, or less if the disk is full.
 
@@ -276,7 +280,8 @@ class ConfinedProcess:
                 if number not in self._waiting or (waiting := self._renew(number)).done():
                     continue
                 if "error" in content:
-                    waiting.set_exception(CallFailed(str(content["error"])))
+                    kind = OwnProcessEnded if content.get("has_ended") is True else CallFailed
+                    waiting.set_exception(kind(str(content["error"])))
                 else:
                     waiting.set_result(content.get("said"))
         except ProcessEnded as ended:

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.confined.pool import Interpreter, PoolSettings
-from megatron_rl.confined.process import CallFailed, ConfinedProcess, ProcessEnded, TooSlow
+from megatron_rl.confined.process import ConfinedProcess, ProcessEnded, TooSlow
 from megatron_rl.confined.worker import find_parent
 from megatron_rl.environments.pool import Conversation, EnvironmentPool, Note
 from megatron_rl.environments.types import AGENT_FLAG, AGENT_PYTHON_FLAG
@@ -114,4 +114,4 @@ class AgentPool(EnvironmentPool):
                     rewards: dict[str, float] = await conversation.call("act", math.inf, **address)
                 return rewards
         except TimeoutError:
-            raise CallFailed(f"used more than {timeout:g} seconds of its own") from None
+            raise TooSlow(f"used more than {timeout:g} seconds of its own") from None

@@ -24,6 +24,9 @@ class ChatTooLong(Exception):
 class Chats(Protocol):
     """The texts and tokens of an agent's chats; those that surely have more than `most` tokens raise ChatTooLong."""
 
+    num_tokens: int | None
+    """The number of token ids; None if it is not known."""
+
     def decode(self, tokens: Sequence[int]) -> str: ...
 
     def encode(self, text: str, *, most: int) -> list[int]:
@@ -51,7 +54,9 @@ class TemplateChats:
         self._tokenizer = tokenizer
         self._chat = ChatWriter(tokenizer)
         # In characters. A token of a byte-level vocabulary has one for each byte, so it is not shorter than its text.
-        self._longest = max(map(len, tokenizer.get_vocab()))
+        vocabulary = tokenizer.get_vocab()
+        self._longest = max(map(len, vocabulary))
+        self.num_tokens: int | None = 1 + max(vocabulary.values())
         self._tools: tuple[JSON, ...] = ()
 
     @classmethod
@@ -138,6 +143,8 @@ class TemplateChats:
 
 class NumberChats:
     """The chats of scripted engines, which have no tokenizer: the numbers in their messages are their tokens."""
+
+    num_tokens: int | None = None
 
     def decode(self, tokens: Sequence[int]) -> str:
         return " ".join(map(str, tokens))

@@ -1,5 +1,6 @@
 """OpenAI's completions, of a text or of token ids: requests as calls, and answers as their clients read them."""
 
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -69,10 +70,10 @@ def _head(answer: Answer) -> JSON:
 def _write_choice(number: int, answer: Answer) -> JSON:
     log_probs = None
     if answer.texts:
-        ends = [sum(map(len, answer.texts[:place])) for place in range(len(answer.texts))]
+        starts = [*itertools.accumulate(map(len, answer.texts[:-1]), initial=0)]
         top = [{text: log_prob} for text, log_prob in zip(answer.texts, answer.log_probs, strict=True)]
         log_probs = {
-            "tokens": answer.texts, "token_logprobs": answer.log_probs, "top_logprobs": top, "text_offset": ends,
+            "tokens": answer.texts, "token_logprobs": answer.log_probs, "top_logprobs": top, "text_offset": starts,
         }  # fmt: skip
     end = "length" if answer.is_cut else "stop"
     return {"index": number, "text": answer.said.content, "finish_reason": end, "logprobs": log_probs}

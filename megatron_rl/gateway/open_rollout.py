@@ -20,7 +20,7 @@ import logging
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Executor
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import msgspec
 import numpy as np
@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 _FRAME_BYTES = 1 << 20
 _BYTES_OF_TOKEN = 64
 # The answers whose chats a call may name.
-_MOST_KEPT = 32
+_MOST_KEPT, _MOST_KEPT_CHARACTERS = 32, 1 << 20
 T = TypeVar("T")
 
 
@@ -182,21 +182,8 @@ class OpenRollout:
         self.end()
 
     async def answer(self, call: Call) -> list[Answer]:
-        """Sample turns and record them; raise CallRefused if the rollout's limits are reached."""
+        """Sample turns, and record all of them or none; raise CallRefused if the rollout's limits are reached."""
         self._counters.calls += 1
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                sampling = [tasks.create_task(self._answer(call)) for _ in range(call.num_answers)]
-        except BaseExceptionGroup as group:
-            # The first failure is the reason; it cancelled the others.
-            raise group.exceptions[0] from None
-        return [task.result() for task in sampling]
-
-    async def count(self, call: Call) -> int:
-        """Count the tokens of a call's prompt."""
-        return len((await self._compose(call, is_sampled=False))[0])
-
-    async def _answer(self, call: Call) -> Answer:
         if call.tools and not self._reads_tools:
             raise CallRefused(
                 "nothing reads the calls of tools of this model: start the run with --rollout-tool-parser NAME, or "
@@ -207,31 +194,62 @@ class OpenRollout:
         self._has_overlap |= self._num_open > 0
         self._num_open += 1
         try:
-            return await self._sample_answer(call)
+            return await self._sample_answers(call)
         finally:
             self._num_open -= 1
 
-    async def _sample_answer(self, call: Call) -> Answer:
-        prompt, after = await self._compose(call)
-        request = self._request(call, prompt, after)
-        self._num_taken += 1
+    async def count(self, call: Call) -> int:
+        """Count the tokens of a call's prompt; a chat that is too long is refused, and reaches no limit."""
+        limit = self.limit
         try:
-            turn = await self._sample(request)
-            turn, said, stopped_by = await self._read(turn, call)
+            return len((await self._compose(call, is_sampled=False))[0])
+        finally:
+            self.limit = limit
+
+    async def _sample_answers(self, call: Call) -> list[Answer]:
+        prompt, after = await self._compose(call)
+        requests: list[TurnRequest] = []
+        try:
+            for _ in range(call.num_answers):
+                requests.append(self._request(call, prompt, after))
+                self._num_taken += 1
+            turns = await self._sample_all(requests)
+            read = [await self._read(turn, call) for turn in turns]
             # Calls that were answered meanwhile may have left fewer tokens.
-            while len(turn.tokens) > 4 * (left := self.record.count_left(prompt)):
-                turn, said, stopped_by = await self._read(cut_turn(turn, self._check_left(left)), call)
+            while (long := self._find_long(prompt, read)) is not None:
+                number, left = long
+                read[number] = await self._read(cut_turn(read[number].turn, self._check_left(left)), call)
         except BaseException as error:
-            self._num_taken -= 1
+            self._num_taken -= len(requests)
             if isinstance(error, MegatronRLError) and not isinstance(error, CallRefused):
                 self.fault = error
                 self.end()
                 raise CallRefused(f"the turn was not sampled: {error}", 410, "failed") from None
             raise
-        self._record(call, prompt, turn, said)
-        answer = self._write(call, len(prompt), turn, said, stopped_by)
-        self._keep(call, answer)
-        return answer
+        answers = []
+        for one in read:
+            self._record(call, prompt, one.turn, one.said)
+            answers.append(self._write(call, len(prompt), one))
+            self._keep(call, answers[-1])
+        return answers
+
+    async def _sample_all(self, requests: Sequence[TurnRequest]) -> list[wire.Response]:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                sampling = [tasks.create_task(_await(self._sample(request))) for request in requests]
+        except BaseExceptionGroup as group:
+            # The first failure is the reason; it cancelled the others.
+            raise group.exceptions[0] from None
+        return [task.result() for task in sampling]
+
+    def _find_long(self, prompt: np.ndarray, read: "Sequence[_ReadTurn]") -> tuple[int, int] | None:
+        """Find the first answer that has more tokens than are left for it, and these; None if all have room."""
+        left = self.record.count_left(prompt)
+        for number, one in enumerate(read):
+            if len(one.turn.tokens) > 4 * left:
+                return number, left
+            left -= len(one.turn.tokens) // 4
+        return None
 
     def _keep(self, call: Call, answer: Answer) -> None:
         """Count the advice that a turn does not follow, and keep its chat if a call may name it."""
@@ -243,8 +261,9 @@ class OpenRollout:
             self._counters.advised[advice.parameter] += 1
         if call.num_instructions is not None:
             self._kept[answer.id] = [*call.messages[call.num_instructions :], write_said(answer.said)]
-            if len(self._kept) > _MOST_KEPT:
-                del self._kept[next(iter(self._kept))]
+            sizes = [sum(len(one["content"]) for one in chat) for chat in self._kept.values()]
+            while len(sizes) > 1 and (len(sizes) > _MOST_KEPT or sum(sizes) > _MOST_KEPT_CHARACTERS):
+                del self._kept[next(iter(self._kept))], sizes[0]
 
     async def _compose(self, call: Call, is_sampled: bool = True) -> tuple[np.ndarray, str | None]:
         """Return a call's prompt, and the engine of the turn that it extends."""
@@ -254,6 +273,8 @@ class OpenRollout:
                 tokens = call.prompt
                 if isinstance(tokens, str):
                     tokens = await self._write_chat(self._chats.encode, tokens)
+                elif (num := self._chats.num_tokens) is not None and max(tokens) >= num:
+                    raise CallRefused(f"token {max(tokens)} is not one of the model's {num}", parameter="prompt")
                 return np.asarray(tokens, dtype=self.terms.prompt.dtype), None
             for length in range(len(digests) - 1, 0, -1):
                 if found := self._find_parts(call, digests[length - 1]):
@@ -351,8 +372,8 @@ class OpenRollout:
         self.limit = reason
         raise CallRefused(f"{reason}: end here", code="limit")
 
-    async def _read(self, turn: wire.Response, call: Call) -> tuple[wire.Response, Said, str | None]:
-        """Read a turn up to the first text that it is to end before; return it, its parts, and that text."""
+    async def _read(self, turn: wire.Response, call: Call) -> "_ReadTurn":
+        """Read a turn up to the first text that it is to end before."""
         tokens = wire.decode_tokens(turn.tokens).tolist()
         text = self._chats.decode(tokens)
         stop = min((stop for stop in call.stop if stop in text), key=text.index, default=None)
@@ -363,33 +384,38 @@ class OpenRollout:
             turn = msgspec.structs.replace(cut_turn(turn, length), finish_reason="stop")
             tokens = tokens[:length]
             text = self._chats.decode(tokens)
-        said = await self._reader.read(tokens, text, call.tools)
+        # What continues a text has no parts.
+        said = Said(text, None, ()) if call.prompt is not None else await self._reader.read(tokens, text, call.tools)
         if stop is not None:
             said = dataclasses.replace(said, content=said.content.partition(stop)[0])
-        return turn, said, stop
+        return _ReadTurn(turn, said, stop)
 
     def _record(self, call: Call, prompt: np.ndarray, turn: wire.Response, said: Said) -> None:
         number = self.record.add(prompt, turn)
         self.is_cut |= turn.finish_reason == "length"
-        if call.prompt is not None:
+        if call.prompt is None:
+            self._note_chat(call, number, said)
+        else:
             self._last = [write_said(said)]
-            return
+        self._furthest = max(
+            self._furthest, (self.record.get_depth(number), self._last), key=lambda furthest: furthest[0]
+        )
+
+    def _note_chat(self, call: Call, number: int, said: Said) -> None:
+        """Note the chat that a turn ends, so that later calls extend it."""
         for digest in call.digests.ends:
             self._known.setdefault(digest, [])
-        digests, reply = call.digests, write_said(said)
+        # Each of several answers ends a chat of its own.
+        digests, reply = call.digests.copy(), write_said(said)
         begin = next((self._begins[end] for end in reversed(digests.ends) if end in self._begins), len(digests.ends))
         digests.add(reply)
         answered = digests.ends[-1]
         self._known.setdefault(answered, []).append((number, digests.exact))
         self._begins[answered] = begin
         self._last = [*call.messages, reply][begin:]
-        self._furthest = max(
-            self._furthest, (self.record.get_depth(number), self._last), key=lambda furthest: furthest[0]
-        )
 
-    def _write(
-        self, call: Call, num_prompt_tokens: int, turn: wire.Response, said: Said, stopped_by: str | None
-    ) -> Answer:
+    def _write(self, call: Call, num_prompt_tokens: int, read: "_ReadTurn") -> Answer:
+        turn, said, stopped_by = read
         tokens = wire.decode_tokens(turn.tokens).tolist()
         return Answer(
             id=uuid.uuid4().hex,
@@ -401,6 +427,17 @@ class OpenRollout:
             texts=[self._chats.decode([token]) for token in tokens] if call.has_log_probs else [],
             stopped_by=stopped_by,
         )
+
+
+class _ReadTurn(NamedTuple):
+    turn: wire.Response
+    said: Said
+    stopped_by: str | None
+    """The text that it was cut at; None if it was not."""
+
+
+async def _await(sampling: Awaitable[wire.Response]) -> wire.Response:
+    return await sampling
 
 
 def _derive_seed(seed: int, key: bytes, repeated: int) -> int:

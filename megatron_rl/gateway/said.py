@@ -121,6 +121,12 @@ class ChatDigests:
         for message in messages:
             self.add(message)
 
+    def copy(self) -> "ChatDigests":
+        """Return digests of the same chat that can be continued by themselves."""
+        copied = ChatDigests((), ())
+        copied._digest, copied.ends, copied._exact = self._digest.copy(), [*self.ends], self._exact[:]
+        return copied
+
     def add(self, message: JSON) -> None:
         self._digest.update(_dump(simplify_message(message)))
         self.ends.append(self._digest.digest())

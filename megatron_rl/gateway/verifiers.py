@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from megatron_rl.confined.process import CallFailed
+from megatron_rl.confined.process import CallFailed, TooSlow
 from megatron_rl.environments.types import VERIFIERS_FLAG as FLAG
 from megatron_rl.errors import PlatformError, UsageError
 from megatron_rl.gateway.rollout_context import RolloutContext
@@ -233,7 +233,7 @@ class VerifiersServer:
                 reply = await rollout.reply
             return rollout.read_rewards(reply, context.model)
         except TimeoutError:
-            raise CallFailed(f"the server used more than {self._timeout:g} seconds of its own") from None
+            raise TooSlow(f"the server used more than {self._timeout:g} seconds of its own") from None
         finally:
             del self._rollouts[number]
             if not rollout.is_over:

@@ -160,7 +160,7 @@ class RolloutProcesses:
         for line in lines:
             self._answer(rollout, json.loads(line))
         if rollout.ended:
-            self._answer(rollout, {"error": rollout.ended})
+            self._answer(rollout, {"error": rollout.ended, "has_ended": True})
         elif len(rollout.data) == _LONGEST_ANSWER:
             self._answer(rollout, {"error": f"its answer has {_LONGEST_ANSWER:,} bytes or more: return less"})
 

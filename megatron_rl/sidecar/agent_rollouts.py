@@ -22,7 +22,7 @@ import numpy as np
 
 from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.confined.pool import PoolSettings
-from megatron_rl.confined.process import CallFailed, ProcessEnded
+from megatron_rl.confined.process import CallFailed, ProcessEnded, TooSlow
 from megatron_rl.environments.types import AGENT_COMPONENT, OnError
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.gateway.agents import AgentPool
@@ -72,7 +72,9 @@ class AgentRollouts(GroupRollouts):
             try:
                 return await self._hold_once(request, prompt, f"{name}-{attempt}", seed)
             except CallFailed as failure:
-                if attempt >= (attempts.CONVERSATION if isinstance(failure, ProcessEnded) else attempts.SILENT_ROLLOUT):
+                most = attempts.CONVERSATION if isinstance(failure, ProcessEnded) else attempts.SILENT_ROLLOUT
+                # Time that was used up once would be used up again.
+                if isinstance(failure, TooSlow) or attempt >= most:
                     silent = ConversationRecord(np.asarray(request.prompt_tokens, dtype="<i4"), request.sampling)
                     return Transcript(self._build_failed(silent, failure, prompt, seed, AGENT_COMPONENT), [])
                 _log.warning("attempt %d: %s failed: %s", attempt, name_prompt(prompt, "agent"), failure)
@@ -110,7 +112,9 @@ class AgentRollouts(GroupRollouts):
             return ended
         except CallFailed as failure:
             # Many clients raise without the reason that they were told.
-            return CallFailed(f"{failure}; {_explain_refusals(rollout)}") if rollout.num_refused else failure
+            if rollout.num_refused and type(failure) is CallFailed:
+                return CallFailed(f"{failure}; {_explain_refusals(rollout)}")
+            return failure
         finally:
             ending.cancel()
             # Refusals end an agent that is called off.

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
-from megatron_rl.confined.process import CallFailed, ProcessEnded, TooSlow
+from megatron_rl.confined.process import CallFailed, OwnProcessEnded, ProcessEnded, TooSlow
 from megatron_rl.environments.pool import Conversation, EnvironmentPool, Note
 from megatron_rl.environments.types import COMPONENT, ON_ERROR_FLAG, Description, OnError
 from megatron_rl.errors import MegatronRLError
@@ -127,8 +127,9 @@ class GroupRollouts:
         self, record: ConversationRecord, failure: CallFailed, prompt: wire.Prompt, seed: int, what: str
     ) -> wire.Response:
         """Build the response of a rollout that failed; raise the failure if it ends the run."""
-        reward = self._on_error.reward
-        if self._on_error.stops or (reward is not None and not record.num_turns):
+        # Nothing that the policy said could have a reward.
+        reward = self._on_error.reward if record.num_turns else None
+        if self._on_error.stops:
             raise MegatronRLError(
                 f"{name_prompt(prompt, what)} failed: {failure}; correct it, or leave failures out of training with "
                 f"{ON_ERROR_FLAG} exclude"
@@ -136,7 +137,7 @@ class GroupRollouts:
         told = "it is not scored" if reward is None else f"its reward is {reward:g}"
         _log.warning("%s failed: %s: %s", name_prompt(prompt, what), failure, told)
         cause: wire.Cause = "raised"
-        if isinstance(failure, TooSlow | ProcessEnded):
+        if isinstance(failure, TooSlow | ProcessEnded | OwnProcessEnded):
             cause = "timeout" if isinstance(failure, TooSlow) else "process"
         components = None if reward is None else {what: reward}
         return record.build_response(seed, "failed", components, failure=str(failure), cause=cause)

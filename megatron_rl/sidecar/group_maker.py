@@ -298,8 +298,8 @@ class PoolScorer:
 def _add_reward(response: wire.Response, reward: float | None, values: dict[str, float | None]) -> wire.Response:
     """Add the functions' reward to the one that an environment has given."""
     components = response.components | values
-    if reward is None:
+    if reward is None and not response.components:
         told = {"cause": "no reward", "failure": "every reward function returned None", "turn_rewards": []}
         return msgspec.structs.replace(response, reward=None, components=components, **told)
     assert response.reward is not None
-    return msgspec.structs.replace(response, reward=response.reward + reward, components=components)
+    return msgspec.structs.replace(response, reward=response.reward + (reward or 0.0), components=components)

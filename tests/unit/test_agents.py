@@ -108,11 +108,13 @@ async def test_agents_act_through_the_gateway_and_each_fails_alone(tmp_path: Pat
         for task, said in (
             ("none", "returned None"),
             ("mute", "left nothing to train on: it ended without a call"),
-            ("silent", r"agent of prompt 4 \(rows:4\) failed: .*cannot begin.*; correct it, or leave"),
             ("refused", "3 of its calls were refused, the last one because 2 parts are refused: top_p 0.5 would"),
         ):
             with pytest.raises(MegatronRLError, match=said):
                 await world.act(task=task)
+        # There is nothing that a reward could be for.
+        (response,) = await world.act(task="silent")
+        assert (response.reward, response.cause, response.tokens) == (None, "raised", b"")
         # Of an agent that takes a refusal for an end, too.
         with pytest.raises(MegatronRLError, match="had no answer: this rollout may have 1 tokens"):
             await world.act(task="caught", sampling={"max_tokens": 1})
@@ -129,6 +131,7 @@ async def test_an_agent_whose_process_ends_fails_alone_and_its_workers_end_is_no
         (response,) = await dying
         assert (response.finish_reason, response.reward, len(response.tokens) // 4) == ("failed", -1.0, 2)
         assert "its process ended with exit code 3: its reward is -1" in caplog.text
+        assert response.cause == "process"
         assert {(await other)[0].reward for other in others} == {1.0}
         (worker,) = world.agents._processes
         assert not worker.is_worn

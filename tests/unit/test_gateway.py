@@ -521,8 +521,29 @@ async def test_several_answers_are_branches_and_a_tokens_alternatives_are_itself
         assert [(one.token, one.logprob) for one in sampled.top_logprobs] == [(sampled.token, sampled.logprob)]
         response = world.rollout.record.build_response(5, "stop", {})
         assert len(response.branches) == 2
+        # Each of them is continued as itself, whichever was sampled first.
+        for choice in said.choices:
+            await world.ask(ASKED, choice.message, {"role": "user", "content": "next"})
+            assert choice.message.content in world.read_prompt(-1)
+        assert world.gateway.counters.branches == 0
         chunks = [chunk async for chunk in await world.ask(ASKED, n=2, stream=True)]
         assert {choice.index for chunk in chunks for choice in chunk.choices} == {0, 1}
+
+
+@in_event_loop
+async def test_all_answers_of_a_call_are_recorded_or_none(tmp_path) -> None:
+    async with serving(tmp_path, "1 2 3 4 5 6 7 8 9", max_tokens=60) as world:
+        with pytest.raises(openai.BadRequestError, match="none is left: end here"):
+            await world.ask(ASKED, n=8)
+        assert world.rollout.record.num_turns == 0
+        # Too many to count reaches no limit.
+        limit, world.rollout.limit = world.rollout.limit, None
+        with pytest.raises(anthropic.BadRequestError, match="a call has more"):
+            await world.anthropic.messages.count_tokens(
+                model=MODEL, messages=[{"role": "user", "content": "long " * 4000}]
+            )
+        assert limit is not None
+        assert world.rollout.limit is None
 
 
 @in_event_loop
@@ -536,6 +557,10 @@ async def test_completions_continue_a_text_or_token_ids(tmp_path) -> None:
         assert {request.tokens for request in world.requests} == {tuple(tokens)}
         with pytest.raises(openai.BadRequestError, match="echo True is not served"):
             await world.openai.completions.create(model=MODEL, prompt="2", echo=True)
+        with pytest.raises(openai.BadRequestError, match="token 99999 is not one of the model's"):
+            await world.openai.completions.create(model=MODEL, prompt=[5, 99999])
+        await world.openai.completions.create(model=MODEL, prompt="2", n=2)
+        assert world.rollout.messages == [{"role": "assistant", "content": "4 is"}]
         with pytest.raises(openai.BadRequestError, match="prompt must be one text"):
             await world.openai.completions.create(model=MODEL, prompt=["2", "3"])
 
@@ -559,6 +584,7 @@ async def test_what_would_change_the_policy_is_advice_if_the_run_says_so(tmp_pat
         assert world.gateway.counters.branches == 0
         await world.ask({"role": "user", "content": "json"}, response_format=form)
         assert 'this schema: {"type": "object", "required": ["a"]}.' in world.read_prompt(2)
+        # Whether it fits the schema is not checked: the schema is the client's.
         assert world.gateway.counters.advised == {"tool_choice": 1, "temperature": 1, "top_p": 1}
         assert world.gateway.status()["gateway_advice_not_followed"] == 3
         assert caplog.text.count("a call's temperature was advice") == 1

@@ -12,7 +12,7 @@ from tests import extras
 from tests.ranks import ROOT
 
 GROUPS = ("always", "cpu", "cuda", "npu", "math", "parquet", "picture", "ray", "report", "tensorboard", "verifiers")
-# Imported if installed, and named by an error if needed; jinja2 comes with torch, and jsonschema with vLLM.
+# Imported if installed, and named by an error if needed; jinja2 comes with torch.
 FREE = {
     "fla",
     "flash_attn",

@@ -14,11 +14,15 @@ from megatron_rl.algorithm.objective import count_share
 from megatron_rl.algorithm.settings import AlgorithmConfig
 from megatron_rl.confined.process import CallFailed, TooSlow
 from megatron_rl.environments.types import NUM_REFILLS, OnError
+from megatron_rl.errors import MegatronRLError
 from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.protocol.provenance import derive_refill_seed
-from megatron_rl.sidecar.group_maker import _drop_if_alone
+from megatron_rl.shared.protocol.selection import has_signal
+from megatron_rl.sidecar.group_maker import _add_reward, _drop_if_alone
 from megatron_rl.sidecar.iteration import _part
 from megatron_rl.trainer.data.batch import Batcher
+from megatron_rl.trainer.loop.equal_rewards import Failures
+from megatron_rl.trainer.loop.measures import summarize
 from tests.unit.test_conversations import PROMPT, Engines, Pool, Talk, hold
 from tests.unit.test_turns import describe, respond
 
@@ -121,6 +125,33 @@ def test_a_group_with_one_scored_response_is_dropped_and_a_group_of_one_is_not()
     metrics = describe(msgspec.structs.replace(part, turn_rewards=[[1.0], [0.0]]))["responses"]
     assert metrics | {"count": 2, "failed": 0.5, "unscored": 0.5, "failures": {"raised": 2}} == metrics
     assert metrics["failure"] == "rows:4: OSError: away"
+
+
+def test_a_reward_that_an_environment_gave_stays_where_no_function_applies() -> None:
+    acted = respond(("3", [1]), reward=0.5, components={"environment": 0.5})
+    assert _add_reward(acted, None, {"exact": None}).reward == 0.5
+    plain = _add_reward(respond(("3", [1])), None, {"exact": None})
+    assert (plain.reward, plain.cause) == (None, "no reward")
+    # What is not scored gives no signal.
+    plan = wire.Plan(num_prompts=1, group_size=2, num_replicas=1, micro_batch_size=2, deciding_rewards=["exact"])
+    pair = [msgspec.structs.replace(plain, components={"exact": value}) for value in (0.0, 1.0)]
+    assert not has_signal(pair, plan)
+    metrics = describe(_part(wire.Group(prompt=PROMPT, responses=[acted, plain]), 0, 2, has_turns=False))
+    assert metrics["responses"] | {"failed": 0.0, "unscored": 0.5, "failures": {"no reward": 1}} == metrics["responses"]
+    line = Failures("exclude").follow(metrics)
+    assert line == "warning: every reward function returned None for 1 response, which are not trained on"
+
+
+def test_an_evaluation_leaves_out_what_is_not_scored_and_a_source_without_a_score() -> None:
+    groups = [
+        wire.Group(prompt=msgspec.structs.replace(PROMPT, row=row), responses=make_group(rewards).responses)
+        for row, rewards in (("a:1", [1.0, 0.0]), ("b:1", [None, None]), ("a:2", [None, 1.0]))
+    ]
+    evaluated = wire.Evaluated(run="run", version=3, fingerprint="w", groups=groups)
+    found = summarize(evaluated, 1.0)
+    assert (found["mean"], found["pass"], found["num_prompts"], found["unscored"]) == (pytest.approx(2 / 3), 1.0, 2, 3)
+    with pytest.raises(MegatronRLError, match="no response of the evaluation is scored: OSError: away"):
+        summarize(msgspec.structs.replace(evaluated, groups=groups[1:2]), 1.0)
 
 
 def test_a_failed_conversation_is_left_out_or_sampled_again_with_seeds_that_follow_from_the_first() -> None:

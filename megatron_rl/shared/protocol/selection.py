@@ -222,7 +222,8 @@ def has_signal(responses: Sequence[ScoredResponse], plan: Plan) -> bool:
     """
     if not plan.deciding_rewards:
         return _is_varied(clip_rewards(list_rewards(responses), plan))
-    return any(_is_varied([response.components.get(name) for response in responses]) for name in plan.deciding_rewards)
+    scored = [response for response in responses if response.reward is not None]
+    return any(_is_varied([response.components.get(name) for response in scored]) for name in plan.deciding_rewards)
 
 
 def _is_varied(values: Iterable[float | None]) -> bool:

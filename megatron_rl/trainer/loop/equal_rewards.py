@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_rl.algorithm.library import ADVANTAGES
 from megatron_rl.config.settings import Settings
+from megatron_rl.errors import count_noun
 
 
 class Failures:
@@ -22,9 +23,13 @@ class Failures:
     def follow(self, metrics: Mapping[str, Any]) -> str | None:
         """Return the line after the first of consecutive iterations with failures."""
         share, had_failed = _share_of_failures(metrics), self._has_failed
-        self._has_failed = share > 0
-        if not share or had_failed:
+        num_silent = metrics.get("responses", {}).get("failures", {}).get("no reward", 0)
+        self._has_failed = share > 0 or num_silent > 0
+        if not self._has_failed or had_failed:
             return None
+        if not share:
+            responses = count_noun(num_silent, "response")
+            return f"warning: every reward function returned None for {responses}, which are not trained on"
         name = "all responses" if share == 1 else f"{share:.0%} of responses"
         reason = metrics["responses"].get("failure", "the sidecar's log has it")
         return f"warning: {name} failed, and {self._told} --rollout-env-on-error; the first reason: {reason}"

@@ -149,10 +149,11 @@ class Learner:
 
 def _describe_unscored(slots: IterationSlots, update: int) -> str:
     parts = [part for batch in slots.select_update(update).facts for part in batch.parts]
-    first = next((f"{part.row}: {one.failure}" for part in parts for one in part.unscored), "the sidecar's log has it")
+    failed = (f"{part.row}: {one.failure}" for part in parts for one in part.unscored if one.cause != "dropped")
     return (
-        f"no response of iteration {slots.identity.version} is left to train on: all of them failed or belong to a "
-        f"group that did; correct the cause and resume. The first reason: {first}"
+        f"no response of update {update} of iteration {slots.identity.version} is left to train on: all failed, or "
+        "their groups did; correct the cause and resume. The first reason: "
+        f"{next(failed, 'the log of the sidecar has it')}"
     )
 
 

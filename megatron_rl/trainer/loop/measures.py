@@ -103,8 +103,9 @@ def _add_failure(measures: Measures, part: GroupPart, response: Response | Unsco
         measures.add(f"refilled.{cause}", 1)
     if response.cause:
         measures.add(f"failures.{response.cause}", 1)
-        measures.add("failed", response.cause != "dropped")
-        if response.cause != "dropped":
+        has_failed = response.cause in ("raised", "timeout", "process")
+        measures.add("failed", has_failed)
+        if has_failed:
             measures.first.setdefault("failure", f"{part.row}: {response.failure[:_LONGEST_FAILURE]}")
 
 
@@ -298,16 +299,22 @@ def summarize(evaluated: Evaluated, pass_reward: float) -> dict[str, Any]:
 
     Responses that are not scored count for neither, and prompts that have only such responses do not count.
     """
-    lengths = [count_sampled(response) for group in evaluated.groups for response in group.responses]
-    num_unscored = sum(response.reward is None for group in evaluated.groups for response in group.responses)
+    everything = [response for group in evaluated.groups for response in group.responses]
+    scored = [response for response in everything if response.reward is not None]
+    if not scored:
+        raise MegatronRLError(
+            f"no response of the evaluation is scored: {everything[0].failure}; correct that and resume"
+        )
+    num_unscored = len(everything) - len(scored)
     by_source: dict[str, list[Group]] = {}
     for group in evaluated.groups:
-        by_source.setdefault(name_source(group.prompt.row), []).append(group)
+        if list_rewards(group.responses):
+            by_source.setdefault(name_source(group.prompt.row), []).append(group)
     sources = {name: _count_success(by_source[name], pass_reward) for name in sorted(by_source)}
     return {
         **_count_success(evaluated.groups, pass_reward),
         "num_samples": len(evaluated.groups[0].responses),
-        "length_mean": statistics.fmean(lengths),
+        "length_mean": statistics.fmean(map(count_sampled, scored)),
         **({"unscored": num_unscored} if num_unscored else {}),
         **({"sources": sources} if len(sources) > 1 else {}),
     }
@@ -315,9 +322,6 @@ def summarize(evaluated: Evaluated, pass_reward: float) -> dict[str, Any]:
 
 def _count_success(groups: Sequence[Group], pass_reward: float) -> dict[str, float]:
     rewards = [scored for group in groups if (scored := list_rewards(group.responses))]
-    if not rewards:
-        failures = (response.failure for group in groups for response in group.responses)
-        raise MegatronRLError(f"no response of the evaluation is scored: {next(failures)}; correct that and resume")
     return {
         "mean": statistics.fmean(reward for group in rewards for reward in group),
         "pass": statistics.fmean(max(group) >= pass_reward for group in rewards),
