@@ -123,9 +123,10 @@ def _print(report: Report) -> None:
             f"{item.num_responses:>9} {item.num_tokens:>10} {compared:>12}  {', '.join(sorted(item.engines))}{restored}"
         )
     for evaluation in report.evaluations:
+        mean = "none scored" if evaluation.mean_reward is None else f"mean reward {evaluation.mean_reward:.4f}"
         print(
             f"{evaluation.version:>8} {evaluation.fingerprint[:12]:<12} evaluation: {evaluation.num_prompts} prompts, "
-            f"{evaluation.num_responses} responses, mean reward {evaluation.mean_reward or 0:.4f}"
+            f"{evaluation.num_responses} responses, {mean}"
         )
     for change in report.changes:
         print(f"{change.version:>8} was trained with another objective: {', '.join(change.changes)}")

@@ -68,10 +68,10 @@ class Refusals:
             self.read(_check_field, name, value, neutral)
 
     def check_temperature(self, body: JSON) -> None:
-        given, own = body.get("temperature"), self.serving.temperature
-        if given is not None and given != own:
+        value, of_run = body.get("temperature"), self.serving.temperature
+        if value is not None and value != of_run:
             self.advise(
-                Advice("temperature"), f"temperature {given!r} is not the run's: leave it out, or write {own:g}"
+                Advice("temperature"), f"temperature {value!r} is not the run's: leave it out, or write {of_run:g}"
             )
 
     def read_choice(self, choice: Any, tools: list[JSON]) -> list[JSON]:
@@ -153,8 +153,7 @@ def _check_field(name: str, value: Any, neutral: Mapping[str, tuple]) -> None:
     if name not in neutral:
         raise CallRefused(f"{name} is not known here: leave it out", parameter=name)
     if value not in neutral[name]:
-        allowed = next((value for value in neutral[name] if value is not None), None)
-        also = "" if allowed is None else f", or write {allowed!r}"
+        also = f", or write {neutral[name][0]!r}" if neutral[name] else ""
         raise CallRefused(f"{name} {value!r:.200} is not served: leave it out{also}", parameter=name)
 
 

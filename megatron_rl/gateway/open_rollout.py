@@ -18,7 +18,7 @@ import functools
 import hashlib
 import logging
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -55,7 +55,7 @@ class TurnRequest:
     """The engine that sampled the turn that it extends."""
 
 
-Sample = Callable[[TurnRequest], Awaitable[wire.Response]]
+Sample = Callable[[TurnRequest], Coroutine[Any, Any, wire.Response]]
 
 
 @dataclasses.dataclass
@@ -236,7 +236,7 @@ class OpenRollout:
     async def _sample_all(self, requests: Sequence[TurnRequest]) -> list[wire.Response]:
         try:
             async with asyncio.TaskGroup() as tasks:
-                sampling = [tasks.create_task(_await(self._sample(request))) for request in requests]
+                sampling = [tasks.create_task(self._sample(request)) for request in requests]
         except BaseExceptionGroup as group:
             # The first failure is the reason; it cancelled the others.
             raise group.exceptions[0] from None
@@ -405,7 +405,7 @@ class OpenRollout:
         """Note the chat that a turn ends, so that later calls extend it."""
         for digest in call.digests.ends:
             self._known.setdefault(digest, [])
-        # Each of several answers ends a chat of its own.
+        # Several answers end different chats.
         digests, reply = call.digests.copy(), write_said(said)
         begin = next((self._begins[end] for end in reversed(digests.ends) if end in self._begins), len(digests.ends))
         digests.add(reply)
@@ -434,10 +434,6 @@ class _ReadTurn(NamedTuple):
     said: Said
     stopped_by: str | None
     """The text that it was cut at; None if it was not."""
-
-
-async def _await(sampling: Awaitable[wire.Response]) -> wire.Response:
-    return await sampling
 
 
 def _derive_seed(seed: int, key: bytes, repeated: int) -> int:

@@ -70,10 +70,10 @@ def _read_input(body: JSON, serving: Serving) -> list[JSON]:
                 parameter="previous_response_id",
             )
         before = known
-    given = body.get("input")
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    items = body.get("input")
+    items = [{"role": "user", "content": items}] if isinstance(items, str) else items
     if not isinstance(items, list):
-        raise CallRefused(f"input must be text or a list of items, and is {given!r:.100}", parameter="input")
+        raise CallRefused(f"input must be text or a list of items, and is {items!r:.100}", parameter="input")
     return fields.check_end([*before, *_read_items(fields.list_objects(items, "input"))])
 
 

@@ -34,7 +34,7 @@ class Serving:
 
     temperature: float
     advises: bool = False
-    """Whether requests that would change the policy are advice."""
+    """True: a request that would change the policy is advice."""
     recall: Callable[[str], list[JSON] | None] = lambda name: None
     """Function that returns the chat of an earlier answer of the rollout, by its id."""
 

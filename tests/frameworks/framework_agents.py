@@ -47,7 +47,7 @@ PROGRAMS = Path(sys.prefix) / "node_modules" / ".bin"
 
 
 def run(*words: str, **environment: str) -> dict[str, float]:
-    """Run a program of npm; it has tools of its own."""
+    """Run a program of npm, which brings its tools."""
     ended = subprocess.run(
         [PROGRAMS / words[0], *words[1:]],
         stdin=subprocess.DEVNULL,
@@ -104,18 +104,18 @@ def openai_stream(model: str, **row: Any) -> dict[str, float]:
     """Stream responses, whose state the server holds."""
     from openai import OpenAI
 
-    client, given, before = OpenAI(), [{"role": "user", "content": TASK}], None
+    client, items, before = OpenAI(), [{"role": "user", "content": TASK}], None
     tools = [{"type": "function", "name": name, "parameters": PARAMETERS} for name in TOOLS]
     while True:
-        with client.responses.stream(model=model, input=given, tools=tools, previous_response_id=before) as stream:
+        with client.responses.stream(model=model, input=items, tools=tools, previous_response_id=before) as stream:
             said = stream.get_final_response()
         calls = [item for item in said.output if item.type == "function_call"]
         if not calls:
             return count(said.output_text)
-        before, given = said.id, []
+        before, items = said.id, []
         for call in calls:
             result = TOOLS[call.name](**json.loads(call.arguments))
-            given.append({"type": "function_call_output", "call_id": call.call_id, "output": str(result)})
+            items.append({"type": "function_call_output", "call_id": call.call_id, "output": str(result)})
 
 
 def anthropic_messages(model: str, **row: Any) -> dict[str, float]:

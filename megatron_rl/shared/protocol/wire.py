@@ -238,7 +238,7 @@ class GroupPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     row: str
     prompt_tokens: bytes
     begins: bool = True
-    """Whether it is the first part of its group."""
+    """True for the first part of its group."""
     first_response: int
     """The place of its first response in `rewards`."""
     responses: list[Response]
