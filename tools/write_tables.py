@@ -20,7 +20,12 @@ _COLUMNS = ("advantage", "loss", "clamp_eps_lower", "clamp_eps_upper", "aggregat
 
 def write_tables(text: str) -> str:
     """Return the page with its tables written again, each between its two marks."""
-    for name, rows in (("presets", _presets()), ("advantages", _advantages()), ("losses", _losses())):
+    for name, rows in (
+        ("presets", _presets()),
+        ("advantages", _advantages()),
+        ("losses", _losses()),
+        ("preferences", _preferences()),
+    ):
         begin = _BEGIN.format(name=name)
         before, _, rest = text.partition(begin)
         assert rest, f"{PAGE.name} has no line {begin}"
@@ -69,6 +74,14 @@ def _losses() -> Iterator[str]:
         for loss in algorithm.losses:
             reads = ", ".join(f"`{flags[name].name}`" for name in loss.reads)
             yield _write_row(f"`{loss.name}`", loss.formula, loss.remark, reads, algorithm.paper.link)
+
+
+def _preferences() -> Iterator[str]:
+    yield "| `--dpo-loss-type` | loss of a pair | paper |"
+    yield "| --- | --- | --- |"
+    for algorithm in ALGORITHMS.values():
+        for preference in algorithm.preferences:
+            yield _write_row(f"`{preference.name}`", preference.formula, algorithm.paper.link)
 
 
 def _write_row(*cells: str) -> str:

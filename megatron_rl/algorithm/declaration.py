@@ -3,7 +3,7 @@
 Flags, checks and the tables of docs/algorithms.md are derived from these objects. Nothing here imports torch, because
 flags are known without it: a loss computes with the methods of the tensors that it is given.
 
-Letters: N targets, K responses of a group.
+Letters: N targets, K responses of a group, P pairs.
 """
 
 import dataclasses
@@ -199,6 +199,38 @@ class Preset:
 
 
 @dataclasses.dataclass(frozen=True)
+class Pairs:
+    """The log-probs of the responses of pairs, less the reference's where the loss has one; and their lengths."""
+
+    chosen_P: "torch.Tensor"
+    rejected_P: "torch.Tensor"
+    chosen_lengths_P: "torch.Tensor"
+    rejected_lengths_P: "torch.Tensor"
+
+    @property
+    def margin_P(self) -> "torch.Tensor":
+        return self.chosen_P - self.rejected_P
+
+    @property
+    def mean_margin_P(self) -> "torch.Tensor":
+        """Return the margin of the means over the tokens of each response."""
+        return self.chosen_P / self.chosen_lengths_P - self.rejected_P / self.rejected_lengths_P
+
+
+@dataclasses.dataclass(frozen=True)
+class Preference:
+    """The loss of a pair of responses, of which the first was chosen, for `--dpo-loss-type`."""
+
+    name: str
+    formula: str
+    compute: "Callable[[Pairs, Any], torch.Tensor]"
+    """Computes the losses of pairs from the pairs and the settings (a PreferenceConfig)."""
+    has_reference: bool = True
+    reads: tuple[str, ...] = ()
+    """The settings besides `beta` that the loss reads. With other losses their flags are refused."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Algorithm:
     """A paper with all that it brings; one file of `algorithm/library` declares one."""
 
@@ -206,3 +238,4 @@ class Algorithm:
     losses: tuple[Loss, ...] = ()
     advantages: tuple[Advantage, ...] = ()
     presets: tuple[Preset, ...] = ()
+    preferences: tuple[Preference, ...] = ()

@@ -3,7 +3,7 @@
 A micro-batch gives a sum and its share of a denominator. The update's denominator is the sum of these shares over all
 micro-batches of all replicas, and divides once, at the end. So nothing depends on how responses are packed.
 
-Letters: N targets, S responses of the micro-batch.
+Letters: N targets, S responses of the micro-batch, P pairs.
 """
 
 import dataclasses
@@ -12,8 +12,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
-from megatron_rl.algorithm.declaration import Advantage, Loss, LossRole, RoleLogProbs, Surrogate, Targets
+from megatron_rl.algorithm.declaration import (
+    Advantage,
+    Loss,
+    LossRole,
+    Pairs,
+    Preference,
+    RoleLogProbs,
+    Surrogate,
+    Targets,
+)
+from megatron_rl.algorithm.library import PREFERENCES
+from megatron_rl.algorithm.library.dpo import PreferenceConfig
 from megatron_rl.algorithm.plug_ins import Metric, find_advantage, find_loss, find_metrics, find_roles
+from megatron_rl.algorithm.roles.reference import REFERENCE
 from megatron_rl.algorithm.sequences import Sequences
 from megatron_rl.algorithm.settings import AlgorithmConfig
 from megatron_rl.types import Divergence
@@ -145,6 +157,11 @@ class Objective:
         }
         return {name: divergence for name, divergence in of_roles.items() if divergence is not None}
 
+    @property
+    def takes_entropies(self) -> bool:
+        """Check whether the loss needs the entropies of the policy's distributions."""
+        return self.config.entropy_coef > 0
+
     def share(self, num_targets: int, num_responses: int) -> int:
         """Return a micro-batch's share of the update's denominator."""
         return count_share(self.config.aggregation, num_targets, num_responses, self.max_tokens)
@@ -217,6 +234,52 @@ class Objective:
     @functools.cached_property
     def _metrics(self) -> Sequence[Metric]:
         return find_metrics(self.config.metrics or ())
+
+
+@dataclasses.dataclass(frozen=True)
+class PreferenceObjective:
+    """The loss of --stage dpo. The responses of a pair are neighbours, the chosen one first; a pair counts once."""
+
+    config: PreferenceConfig
+    max_tokens: int
+    """The most tokens that a response may have."""
+    takes_entropies = False
+    divergences: Mapping[str, Divergence] = dataclasses.field(default_factory=dict)
+
+    def share(self, num_targets: int, num_responses: int) -> int:
+        return num_responses // 2
+
+    def loss(
+        self,
+        log_probs: RoleLogProbs,
+        engine_N: torch.Tensor,
+        advantages_N: torch.Tensor,
+        sequences_N: torch.Tensor,
+        lengths_S: torch.Tensor,
+    ) -> tuple[torch.Tensor, Statistics]:
+        """Return the sum of the losses of pairs, and sums over the pairs."""
+        sequences = Sequences(sequences_N, lengths_S, self.max_tokens)
+        policy_S = sequences.total(log_probs.policy_N)
+        beyond_S = policy_S
+        if self._preference.has_reference:
+            beyond_S = sequences.total(log_probs.policy_N - log_probs.others[REFERENCE.name])
+        pairs = Pairs(beyond_S[::2], beyond_S[1::2], lengths_S[::2], lengths_S[1::2])
+        total = self._preference.compute(pairs, self.config).sum()
+        with torch.no_grad():
+            measured = {
+                "chosen": self.config.beta * pairs.chosen_P,
+                "rejected": self.config.beta * pairs.rejected_P,
+                "accuracy": (pairs.margin_P if self._preference.has_reference else pairs.mean_margin_P) > 0,
+                "log_prob.chosen": policy_S[::2],
+                "log_prob.rejected": policy_S[1::2],
+            }
+            sums = {name: values_P.sum(dtype=torch.float64) for name, values_P in measured.items()}
+            sums["loss"] = total.detach()
+        return total, Statistics(sums, {})
+
+    @property
+    def _preference(self) -> Preference:
+        return PREFERENCES[self.config.loss]
 
 
 def _spread(counted: str, advantages_N: torch.Tensor, sequences: Sequences) -> dict[str, torch.Tensor]:

@@ -21,10 +21,14 @@ class Sequences:
     lengths_S: torch.Tensor
     max_tokens: int
 
+    def total(self, values_N: torch.Tensor) -> torch.Tensor:
+        """Return the sum over each response, [S]."""
+        return self._spread(values_N).sum(1)
+
     def sum(self, values_N: torch.Tensor) -> torch.Tensor:
         """Return the sum over the response of each target."""
         # index_select: its result does not depend on the number of threads.
-        return self._spread(values_N).sum(1).index_select(0, self.sequences_N)
+        return self.total(values_N).index_select(0, self.sequences_N)
 
     def mean(self, values_N: torch.Tensor) -> torch.Tensor:
         """Return the mean over the response of each target."""

@@ -11,17 +11,25 @@ from typing import get_type_hints
 import torch
 
 from megatron_rl import platforms
+from megatron_rl.algorithm.library import PREFERENCES
 from megatron_rl.command_line.algorithm_checks import check_algorithm
 from megatron_rl.command_line.mode_checks import check_batch_invariant, check_lora, check_megatron_mode
 from megatron_rl.command_line.model_checks import CP, EP, ETP, MODEL_CHECKS, PP, TP
 from megatron_rl.config.rollout import PublishConfig
 from megatron_rl.config.settings import DraftSettings, Settings, Subjects
+from megatron_rl.flag import derive_flags
 from megatron_rl.shared.protocol.probe import can_hold
 from megatron_rl.types import Architecture, Experts
 from megatron_rl.versions import find_engine_refusal
 
-# Subjects about sampling, each with the fields that --stage sft reads too.
-_READ_BY_BOTH: Mapping[str, tuple[str, ...]] = {
+# What each stage needs, for errors.
+_STAGES: Mapping[str, str] = {
+    "grpo": "--stage grpo, which samples responses",
+    "sft": "--stage sft, which reads responses",
+    "dpo": "--stage dpo, which reads pairs of responses",
+}
+# Subjects about sampling, each with the fields that the other stages read too.
+_READ_BY_ALL: Mapping[str, tuple[str, ...]] = {
     "rollout": ("folder",),
     "publish": ("dtype",),
     "environment": (),
@@ -30,7 +38,7 @@ _READ_BY_BOTH: Mapping[str, tuple[str, ...]] = {
     "service": (),
     "algorithm": (),
 }
-# The fields of the other subjects that are about sampling, and those that are about demonstrations.
+# The fields of the other subjects that are about sampling, and the fields that only other stages read.
 _OF_SAMPLING: Mapping[str, tuple[str, ...]] = {
     "attention": ("is_shared", "times"),
     "data": ("answer_key", "max_prompt_tokens", "rest_below", "rest_above", "rest_epochs"),
@@ -39,6 +47,12 @@ _OF_SAMPLING: Mapping[str, tuple[str, ...]] = {
     "observe": ("log_samples", "log_sample_tokens", "mismatch_warning", "mismatch_error"),
 }
 _OF_DEMONSTRATIONS: Mapping[str, tuple[str, ...]] = {"data": ("completion_key", "messages_key")}
+_OF_PAIRS: Mapping[str, tuple[str, ...]] = {
+    "data": ("chosen_key", "rejected_key"),
+    "preference": ("loss", "beta", "smoothing", "margin"),
+}
+# The fields about sampling that pairs need as well.
+_SAMPLING_AND_PAIRS = ("algorithm.ref_model", "loop.frozen_offload")
 
 
 def check_settings(settings: DraftSettings) -> Iterator[str]:
@@ -56,7 +70,8 @@ def check_settings(settings: DraftSettings) -> Iterator[str]:
         _check_replay,
     )  # fmt: skip
     of_training = (_check_batches, _check_optimizer, _check_schedule, _check_checkpoint)
-    for check in (*of_all, *(of_sampling if settings.run.stage == "grpo" else ()), *of_training):
+    of_stage = {"grpo": of_sampling, "sft": (), "dpo": (_check_preference,)}[settings.run.stage]
+    for check in (*of_all, *of_stage, *of_training):
         yield from check(settings)
 
 
@@ -380,26 +395,52 @@ def _list_readers(settings: Settings) -> Iterator[tuple[bool, str, str, str]]:
 
 
 def list_others() -> dict[str, tuple[str, ...]]:
-    """List, by stage, the fields that only the other stage reads, as "subject.field"."""
+    """List, by stage, the fields that only other stages read, as "subject.field"."""
+    readers = _find_readers()
+    return {stage: tuple(field for field, stages in readers.items() if stage not in stages) for stage in _STAGES}
+
+
+def _find_readers() -> dict[str, tuple[str, ...]]:
+    """Return the stages that read a field, by fields that not all stages read."""
     configs = get_type_hints(Subjects)
     of_sampling = [
         f"{subject}.{field.name}"
-        for subject, kept in _READ_BY_BOTH.items()
+        for subject, kept in _READ_BY_ALL.items()
         for field in dataclasses.fields(configs[subject])
         if field.name not in kept
     ]
-    return {"sft": (*of_sampling, *_join(_OF_SAMPLING)), "grpo": _join(_OF_DEMONSTRATIONS)}
+    readers: dict[str, tuple[str, ...]] = dict.fromkeys((*of_sampling, *_join(_OF_SAMPLING)), ("grpo",))
+    readers |= dict.fromkeys(_join(_OF_DEMONSTRATIONS), ("sft",))
+    readers |= dict.fromkeys(_join(_OF_PAIRS), ("dpo",))
+    return readers | dict.fromkeys(_SAMPLING_AND_PAIRS, ("grpo", "dpo"))
 
 
 def _check_stage(settings: DraftSettings) -> Iterator[str]:
-    """Yield each written flag that only the other stage has."""
-    stage = settings.run.stage
-    needed = "--stage grpo, which samples responses" if stage == "sft" else "--stage sft, which reads responses"
+    """Yield each written flag that only other stages have."""
     # A flag such as --algorithm sets several fields.
-    sources = {settings.sources.get(target, ""): None for target in list_others()[stage]}
-    for source in sources:
+    needed = {
+        settings.sources.get(target, ""): " or ".join(_STAGES[stage] for stage in stages)
+        for target, stages in _find_readers().items()
+        if settings.run.stage not in stages
+    }
+    for source, stage in needed.items():
         if source.startswith("--"):
-            yield f"{source} needs {needed}: write that, or drop {source.partition(' ')[0]}"
+            yield f"{source} needs {stage}: write that, or drop {source.partition(' ')[0]}"
+
+
+def _check_preference(settings: DraftSettings) -> Iterator[str]:
+    """Yield each written flag that the loss of pairs does not read."""
+    config = settings.preference
+    for flag, field in zip(derive_flags(type(config), "preference"), dataclasses.fields(config), strict=True):
+        source = settings.sources.get(f"preference.{field.name}", "")
+        if field.name in ("loss", "beta") or field.name in PREFERENCES[config.loss].reads or source[:2] != "--":
+            continue
+        names = " or ".join(name for name, one in PREFERENCES.items() if field.name in one.reads)
+        yield f"{source} has no effect with --dpo-loss-type {config.loss}: drop it, or write {flag.name} with {names}"
+    if settings.algorithm.ref_model is not None and not PREFERENCES[config.loss].has_reference:
+        yield f"--grpo-ref-model has no effect with --dpo-loss-type {config.loss}, which has no reference: drop it"
+    if settings.loop.frozen_offload and not PREFERENCES[config.loss].has_reference:
+        yield f"--frozen-offload has no effect with --dpo-loss-type {config.loss}, which has no reference: drop it"
 
 
 def _join(fields: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:

@@ -299,8 +299,14 @@ def describe_own_files(settings: DraftSettings) -> dict[str, str]:
 
 def describe_objective(settings: DraftSettings) -> dict[str, str]:
     """Map each flag of the objective to its value, and each file that they name to its hash."""
-    if settings.run.stage != "grpo":
+    if settings.run.stage == "sft":
         return {}
+    if settings.run.stage == "dpo":
+        flags = derive_flags(type(settings.preference), "preference")
+        return {
+            flag.name: format_value(value)
+            for flag, value in zip(flags, vars(settings.preference).values(), strict=True)
+        }
     return dict(_list_objective(settings)) | {str(path): text for path, text in _list_hashes(settings)}
 
 

@@ -42,6 +42,8 @@ def _check_keys(config: DataConfig, stage: str) -> Iterator[str]:
     keys = {"--prompt-key": config.prompt_key}
     if stage == "sft":
         keys |= {"--completion-key": config.completion_key, "--messages-key": config.messages_key}
+    elif stage == "dpo":
+        keys |= {"--chosen-key": config.chosen_key, "--rejected-key": config.rejected_key}
     else:
         keys["--answer-key"] = config.answer_key
     for (first, key), (second, other) in itertools.combinations(keys.items(), 2):
@@ -75,8 +77,8 @@ def _check_rows_file(path: Path) -> str | None:
 
 def _check_weights(files: Sequence[SourceFile], stage: str) -> Iterator[str]:
     weights = [file.weight for file in files if file.weight is not None]
-    if weights and stage == "sft":
-        yield "--prompts FILE=WEIGHT: --stage sft takes every demonstration once an epoch; write the files alone"
+    if weights and stage != "grpo":
+        yield f"--prompts FILE=WEIGHT: --stage {stage} takes every row once an epoch; write the files alone"
     elif 0 < len(weights) < len(files):
         missing = next(file.path for file in files if file.weight is None)
         yield f"--prompts {missing} has no weight, and others have: write {missing}=WEIGHT, or no weights"

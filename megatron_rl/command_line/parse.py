@@ -243,7 +243,7 @@ def _derive(
     }
     is_sampled = "run.stage" not in reading.given or reading.given["run.stage"].value == "grpo"
     if not is_sampled:
-        # A demonstration is a group of one response.
+        # A demonstration or pair counts as a group of one response.
         defaults["algorithm.group_size"] = 1
     derivation = Derivation(reading.given, defaults, reading.notes.append)
     derivation.settle_algorithm()

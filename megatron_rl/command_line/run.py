@@ -137,7 +137,7 @@ def resolve_sizes(settings: DraftSettings, num_replicas: int | None) -> tuple[Si
 
     If the number of replicas is unknown, sizes are those of one, and checks that depend on the number are omitted.
     """
-    if settings.run.stage == "sft":
+    if settings.run.stage != "grpo":
         return _resolve_demonstrations(settings, num_replicas)
     training = settings.training
     problems = [*_check_model(settings), *_check_sampling(settings), *_check_lengths(settings)]
@@ -165,15 +165,18 @@ def resolve_sizes(settings: DraftSettings, num_replicas: int | None) -> tuple[Si
 
 
 def _resolve_demonstrations(settings: DraftSettings, num_replicas: int | None) -> tuple[Sizes | None, list[str]]:
-    """Resolve sizes for --stage sft: a demonstration is a group of one response, and its prompt is part of that."""
+    """Resolve sizes for stages that read responses: a row counts as a group of one response, prompt included."""
     training = settings.training
     problems = [*_check_model(settings)]
+    items = "pairs" if settings.run.stage == "dpo" else "demonstrations"
+    if settings.run.stage == "dpo":
+        problems += _check_ref_model(settings)
     if training.train_iters is not None:
         problems += _check_updates(settings, training.train_iters)
     if training.global_batch_size is None:
-        problems.append("--global-batch-size is missing: write the demonstrations of an update")
+        problems.append(f"--global-batch-size is missing: write the {items} of an update")
     if training.seq_length is None:
-        problems.append("--seq-length is missing: write the most tokens of a demonstration")
+        problems.append(f"--seq-length is missing: write the most tokens of {items[:-1]}")
     if training.global_batch_size is None or training.seq_length is None:
         return None, problems
     uneven = [*check_division(settings, num_replicas or 1)]
@@ -253,8 +256,13 @@ def _check_reference(settings: DraftSettings) -> Iterator[str]:
     for flag, value in (("--grpo-ref-interval", algorithm.ref_interval), ("--grpo-ref-model", algorithm.ref_model)):
         if value is not None and not algorithm.kl_beta:
             yield f"{flag} {value} needs a reference, which --grpo-kl-beta adds: write its weight, or drop {flag}"
-    if algorithm.ref_model is not None and not algorithm.ref_model.is_dir():
-        yield f"--grpo-ref-model {algorithm.ref_model} must be a folder: write one in Hugging Face's format"
+    yield from _check_ref_model(settings)
+
+
+def _check_ref_model(settings: DraftSettings) -> Iterator[str]:
+    folder = settings.algorithm.ref_model
+    if folder is not None and not folder.is_dir():
+        yield f"--grpo-ref-model {folder} must be a folder: write one in Hugging Face's format"
 
 
 def _check_offload(settings: DraftSettings, division: Division) -> Iterator[str]:

@@ -217,6 +217,14 @@ class DataConfig:
     messages_key: str = own_flag(
         "messages", "With `--stage sft`, the column with a whole chat; the assistant's messages are trained on."
     )
+    chosen_key: str = own_flag(
+        "chosen",
+        "With `--stage dpo`, the column with the preferred response: text, or a list of chat messages, of which the "
+        "prompt may be the first where a row has no column with the prompt.",
+    )
+    rejected_key: str = own_flag(
+        "rejected", "With `--stage dpo`, the column with the other response, in the same form."
+    )
     answer_key: str = own_flag(
         "answer", "The column that reward functions are given as `answer`; other columns keep their names."
     )

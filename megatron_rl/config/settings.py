@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Self
 
+from megatron_rl.algorithm.library.dpo import PreferenceConfig
 from megatron_rl.algorithm.settings import AlgorithmConfig
 from megatron_rl.config.environment import EnvironmentConfig
 from megatron_rl.config.rollout import (
@@ -50,6 +51,7 @@ class Subjects:
     service: ServiceConfig = ServiceConfig()
     publish: PublishConfig = PublishConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    preference: PreferenceConfig = PreferenceConfig()
     loop: LoopConfig = LoopConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     observe: ObserveConfig = ObserveConfig()

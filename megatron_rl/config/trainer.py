@@ -16,8 +16,10 @@ from megatron_rl.flag import megatron_flag, own_flag
 class RunConfig:
     """The stage of the run, and its kind of device."""
 
-    stage: Literal["grpo", "sft"] = own_flag(
-        "grpo", "Train on responses that the policy samples, or (supervised fine-tuning) on responses in the data."
+    stage: Literal["grpo", "sft", "dpo"] = own_flag(
+        "grpo",
+        "Train on responses that the policy samples, (supervised fine-tuning) on responses in the data, or (direct "
+        "preference optimization) on pairs of responses in the data, of which one was preferred.",
     )
     platform: Literal["auto", "cpu", "cuda", "npu"] = own_flag(
         "auto", "The kind of device; `auto` selects the best of this machine."

@@ -279,7 +279,7 @@ def line_of(version: int, total: int, metrics: Mapping[str, Any]) -> str:
     iteration = number_at(metrics, "time", "iteration")
     loss = f"loss {_number(number_at(metrics, 'loss'), '10.3e')}"
     trained = f"{_number(number_at(metrics, 'time', 'trained_tokens_per_second'), '8,.0f')} trained"
-    if "demonstrations" in metrics:
+    if "demonstrations" in metrics or "pairs" in metrics:
         begin = f"iteration {version + 1:>{width}}/{total}"
         return "  ".join((begin, loss, f"tokens/s {trained}", f"{_number(iteration, '8.2f')} s", *_remarks(metrics)))
     wait = number_at(metrics, "time", "wait")

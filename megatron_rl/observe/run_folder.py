@@ -52,13 +52,13 @@ def find_run(path: Path, file_name: str) -> Path:
 
 
 def check_samples(folder: Path, wanted: str) -> None:
-    """Raise a UsageError if the folder holds a supervised run, which samples nothing and so lacks `wanted`."""
+    """Raise a UsageError if the folder holds a run that samples nothing and so lacks `wanted`."""
     config = read_saved_config(folder / CONFIG_FILE) if folder.is_dir() else None
     stage = None if config is None else config.sections.get("run", {}).get("stage")
-    if stage is not None and stage.text == "sft":
+    if stage is not None and stage.text in ("sft", "dpo"):
         raise UsageError(
-            f"{folder} is a run of --stage sft, which samples nothing, so it has no {wanted}: name a run of --stage "
-            f"grpo; `megatron-rl explain` and `megatron-rl picture` read both"
+            f"{folder} is a run of --stage {stage.text}, which samples nothing, so it has no {wanted}: name a run of "
+            f"--stage grpo; `megatron-rl explain` and `megatron-rl picture` read both"
         )
 
 

@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.algorithm.library import PREFERENCES
 from megatron_rl.algorithm.settings import name_teachers
 from megatron_rl.errors import UsageError
 from megatron_rl.shared.protocol.wire import BUFFER_BYTES, NUM_BUFFERS
@@ -330,7 +331,7 @@ def read_rank_memory(look_up: LookUp, architecture: Architecture, replicas: int)
         parameter=parameter,
         recomputed=_read_recomputed(look_up),
         # Adapters leave their base to all roles.
-        num_frozen=count_frozen(look_up, _count_updates(look_up)) if is_sampled and not rank else 0,
+        num_frozen=0 if rank else count_frozen(look_up, _count_updates(look_up) if is_sampled else 1),
         is_frozen_offloaded=bool(look_up("loop.frozen_offload")),
         critic=_read_critic(look_up, architecture) if is_sampled else None,
         of_critic=of_critic,
@@ -351,7 +352,14 @@ def _read_critic(look_up: LookUp, architecture: Architecture) -> Architecture | 
 
 def count_frozen(look_up: LookUp, num_updates: int) -> int:
     """Count the models that a rank keeps next to the policy."""
-    return bool(look_up("algorithm.kl_beta")) + keeps_old_policy(look_up, num_updates)
+    return has_reference(look_up) + keeps_old_policy(look_up, num_updates)
+
+
+def has_reference(look_up: LookUp) -> bool:
+    """Check whether the loss of a run needs a reference."""
+    if look_up("run.stage") == "dpo":
+        return PREFERENCES[look_up("preference.loss")].has_reference
+    return look_up("run.stage") == "grpo" and bool(look_up("algorithm.kl_beta"))
 
 
 def keeps_old_policy(look_up: LookUp, num_updates: int) -> bool:

@@ -1,4 +1,4 @@
-"""Run updates over given demonstrations, as --stage sft makes them, on the ranks of a test."""
+"""Run updates over given demonstrations or pairs, as --stage sft or dpo makes them, on the ranks of a test."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,10 @@ from megatron_rl.command_line.run import compute_sizes
 from megatron_rl.trainer.data.demonstrations import Demonstration, DemonstrationSource
 from megatron_rl.trainer.data.device_copier import DeviceCopier
 from megatron_rl.trainer.loop.measures import Measures
+from megatron_rl.trainer.loop.preferences import Comparison
+from megatron_rl.trainer.loop.run import build_others
 from megatron_rl.trainer.loop.supervised import (
+    Imitation,
     SupervisedStage,
     build_packer,
     compute_supervised_metrics,
@@ -27,7 +30,7 @@ from tests.supervised_twin import Tensors
 NUM_UPDATES = 2
 DEMONSTRATIONS_PER_UPDATE, MICRO_BATCH_SIZE = 12, 2
 WORDS = (
-    f"--stage sft --train-iters {NUM_UPDATES} --seq-length 96 --global-batch-size {DEMONSTRATIONS_PER_UPDATE} "
+    f"--train-iters {NUM_UPDATES} --seq-length 96 --global-batch-size {DEMONSTRATIONS_PER_UPDATE} "
     f"--micro-batch-size {MICRO_BATCH_SIZE} --lr 0.002 --lr-decay-style constant --weight-decay 0 --clip-grad 0.5"
 )
 
@@ -53,6 +56,12 @@ class Trial:
     """The flags of the layout."""
     rows: Sequence[Demonstration]
     held_out: Sequence[Demonstration]
+    stage: str = "sft"
+    """The stage, and its flags."""
+
+    @property
+    def words(self) -> str:
+        return f"{self.layout} --stage {self.stage} {WORDS}"
 
 
 def run_trials(trials: Mapping[str, Trial]) -> dict[str, list[Seen]]:
@@ -60,13 +69,13 @@ def run_trials(trials: Mapping[str, Trial]) -> dict[str, list[Seen]]:
     torch.distributed.init_process_group("gloo")
     results = {}
     for name, trial in trials.items():
-        with start_session(settings_of(trial.folder, f"{trial.layout} {WORDS}")) as session:
+        with start_session(settings_of(trial.folder, trial.words)) as session:
             results[name] = _run(trial, session)
     return results
 
 
 def _run(trial: Trial, session: Session) -> list[Seen]:
-    settings = settings_of(trial.folder, f"{trial.layout} {WORDS}")
+    settings = settings_of(trial.folder, trial.words)
     sizes = compute_sizes(settings, session.num_replicas)
     policy = build_policy(settings, session, NUM_UPDATES)
     model = Model(session, settings.architecture, policy.chunks, policy.weights, policy.wrapped)
@@ -74,7 +83,12 @@ def _run(trial: Trial, session: Session) -> list[Seen]:
     source = DemonstrationSource(trial.rows, seed=0, shuffle=False) if session.rank == 0 else None
     of_turn = count_interleaved(settings) if settings.parallel_sizes.virtual_pipeline is not None else 1
     parts = divide_held_out(trial.held_out, MICRO_BATCH_SIZE, session, of_turn)
-    stage = SupervisedStage("run", policy, session, sizes.division, packer, source, sizes.largest_micro_batch)
+    task = Imitation()
+    if settings.run.stage == "dpo":
+        task = Comparison.build(
+            settings.preference, sizes.longest_response, policy, build_others(settings, session, policy)
+        )
+    stage = SupervisedStage("run", policy, session, sizes.division, packer, source, sizes.largest_micro_batch, task)
     kept: list[tuple[Tensors, Tensors]] = []
     step = policy.optimizer.step
 
@@ -88,11 +102,11 @@ def _run(trial: Trial, session: Session) -> list[Seen]:
     seen = []
     for version in range(NUM_UPDATES):
         identity = stage.publish(version)
-        evaluation = evaluate_held_out(policy, session, parts, packer)
+        evaluation = evaluate_held_out(policy, session, parts, packer, task)
         learned = stage.learn(identity)
         measures = Measures()
         for of_rank in session.gather(learned.measures):
             measures.merge(of_rank)
-        metrics = compute_supervised_metrics(measures, learned.updates[-1], sizes.largest_micro_batch)
+        metrics = compute_supervised_metrics(measures, learned.updates[-1], sizes.largest_micro_batch, task)
         seen.append(Seen(*kept[-1], metrics, evaluation))
     return seen

@@ -57,7 +57,7 @@ def base(tmp_path: Path) -> list[str]:
     return [*CPU, "--hf-model", folder(tmp_path, QWEN3), *RUN]
 
 
-WITHIN_ONE = ("between 0 and 1", "above 0 and below 1")
+WITHIN_ONE = ("between 0 and 1", "above 0 and below 1", "at least 0 and below 1")
 
 
 def own_flags() -> dict[str, Flag]:
@@ -140,6 +140,7 @@ def checkpoint(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("saved", "own", "is_refused"), [
     ("sft", "grpo", True), ("grpo", "sft", True), ("sft", "sft", False), ("grpo", "grpo", False),
+    ("sft", "dpo", True), ("dpo", "grpo", True), ("dpo", "dpo", False),
 ])  # fmt: skip
 def test_a_checkpoint_of_the_other_stage_is_refused_unless_weights_alone_are_wanted(saved, own, is_refused, checkpoint):
     config, kept = checkpoint

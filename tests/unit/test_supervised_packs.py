@@ -16,7 +16,7 @@ from megatron_rl.shared.protocol.wire import Plan
 from megatron_rl.trainer.data.demonstrations import Demonstration, DemonstrationSource
 from megatron_rl.trainer.data.device_copier import DeviceCopier
 from megatron_rl.trainer.loop.learner import TrainingFailed
-from megatron_rl.trainer.loop.supervised import Packer, Packs, SupervisedStage, _check, divide_held_out
+from megatron_rl.trainer.loop.supervised import Imitation, Packer, Packs, SupervisedStage, _check, divide_held_out
 
 
 def draw(number: int) -> Demonstration:
@@ -45,7 +45,7 @@ def rows_of(packs: Packs) -> list[list[int]]:
 
 def test_packs_are_made_before_they_are_asked_for_and_it_is_noted_when_one_is_given():
     entered: list[str] = []
-    packs = Packs([[draw(1)], [draw(2), draw(3)]], packer(entered))
+    packs = Packs([[draw(1)], [draw(2), draw(3)]], packer(entered), Imitation())
     assert len(entered) == len(packs) == 2
     # Two chunks of a model.
     first, second = iter(packs), iter(packs)
@@ -53,7 +53,7 @@ def test_packs_are_made_before_they_are_asked_for_and_it_is_noted_when_one_is_gi
     assert len(entered) == 3
     assert next(second) is one
     assert next(first) is next(second)
-    assert (packs.num_demonstrations, packs.num_tokens) == (3, 9)
+    assert (packs.num_rows, packs.num_tokens) == (3, 9)
 
 
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3))

@@ -7,8 +7,8 @@ dataclass of that file, and a base of `LossSettings`. Flags, checks and tables o
 import dataclasses
 from collections.abc import Mapping
 
-from megatron_rl.algorithm.declaration import Advantage, Algorithm, Loss, Preset
-from megatron_rl.algorithm.library import cispo, dppo, gdpo, grpo, gspo, opd, ppo, reinforce, sapo
+from megatron_rl.algorithm.declaration import Advantage, Algorithm, Loss, Preference, Preset
+from megatron_rl.algorithm.library import cispo, dpo, dppo, gdpo, grpo, gspo, opd, ppo, reinforce, sapo
 
 ALGORITHMS: Mapping[str, Algorithm] = {
     "ppo": ppo.PPO,
@@ -24,6 +24,10 @@ ALGORITHMS: Mapping[str, Algorithm] = {
     "dppo": dppo.DPPO,
     "opd": opd.OPD,
     "vapo": ppo.VAPO,
+    "dpo": dpo.DPO,
+    "slic": dpo.SLIC,
+    "ipo": dpo.IPO,
+    "simpo": dpo.SIMPO,
 }
 
 
@@ -34,9 +38,12 @@ class LossSettings(ppo.ClipSettings, sapo.SapoSettings, dppo.DppoSettings):
 
 LOSS_FIELDS = frozenset(field.name for field in dataclasses.fields(LossSettings))
 
-# What --grpo-loss, --grpo-advantage and --algorithm may name.
+# What --grpo-loss, --grpo-advantage, --algorithm and --dpo-loss-type may name.
 LOSSES: dict[str, Loss] = {loss.name: loss for algorithm in ALGORITHMS.values() for loss in algorithm.losses}
 ADVANTAGES: dict[str, Advantage] = {
     advantage.name: advantage for algorithm in ALGORITHMS.values() for advantage in algorithm.advantages
 }
 PRESETS: dict[str, Preset] = {preset.name: preset for algorithm in ALGORITHMS.values() for preset in algorithm.presets}
+PREFERENCES: dict[str, Preference] = {
+    one.name: one for algorithm in ALGORITHMS.values() for one in algorithm.preferences
+}

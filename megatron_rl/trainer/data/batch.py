@@ -67,6 +67,11 @@ class Batch:
     def num_targets(self) -> int:
         return len(self.engine_log_probs_N)
 
+    @property
+    def num_tokens(self) -> int:
+        """Return the number of tokens of the buffer, padding included."""
+        return self.pack.num_tokens
+
     def needs(self, model: str) -> bool:
         """Check whether this model is computed; one with a dot in its name only for the groups that choose it."""
         return find_role(model) == model or model in self.is_of_model_N

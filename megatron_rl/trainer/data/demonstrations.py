@@ -22,7 +22,7 @@ from megatron_rl.config.settings import DataConfig
 from megatron_rl.errors import InputError
 from megatron_rl.shared.protocol.wire import JSON
 from megatron_rl.trainer.data.order import RowOrder, RowSource, draw_held_out, leave_out
-from megatron_rl.trainer.data.prompt_files import ASSISTANT, Row, read_demonstrations
+from megatron_rl.trainer.data.prompt_files import ASSISTANT, Row, read_demonstrations, read_pairs
 from megatron_rl.trainer.data.tokenizer import PromptTokenizer
 
 _ROWS_AT_A_TIME = 1024
@@ -49,8 +49,25 @@ class Demonstration:
         return sum(len(turn) for turns in self.sequences for turn in turns)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pair(Demonstration):
+    """Two responses to a prompt: the first sequence has the one that was preferred."""
+
+    @property
+    def prompt(self) -> np.ndarray:
+        return self.sequences[0][0]
+
+    @property
+    def responses(self) -> list[np.ndarray]:
+        return [response for _, response in self.sequences]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt) + sum(map(len, self.responses))
+
+
 class DemonstrationSource(RowSource[Demonstration]):
-    """The demonstrations of a run."""
+    """The demonstrations or pairs of a run."""
 
     def __init__(
         self,
@@ -68,13 +85,14 @@ class DemonstrationSource(RowSource[Demonstration]):
 
 
 def load_demonstrations(
-    config: DataConfig, model: Path, *, seed: int, longest: int, vocab_size: int
+    config: DataConfig, model: Path, stage: str = "sft", *, seed: int, longest: int, vocab_size: int
 ) -> DemonstrationSource:
-    """Read, tokenize, filter and divide the demonstrations of a run; each may have at most `longest` tokens."""
+    """Read, tokenize, filter and divide the demonstrations or pairs of a run, each of at most `longest` tokens."""
     assert config.prompts is not None
+    read = read_pairs if stage == "dpo" else read_demonstrations
     # All files are read before the tokenizer loads, so that a fault in the last file is reported within seconds.
-    rows = read_demonstrations(config.prompts, config)
-    eval_rows = read_demonstrations(config.eval_prompts, config) if config.eval_prompts else []
+    rows = read(config.prompts, config)
+    eval_rows = read(config.eval_prompts, config) if config.eval_prompts else []
     tokenizer = PromptTokenizer.load(model, vocab_size, config)
     notes: list[str] = []
     fitting = _fitting(rows, tokenizer, longest, "--prompts", notes)
@@ -98,16 +116,18 @@ def load_demonstrations(
 def _fitting(
     rows: Sequence[Row], tokenizer: PromptTokenizer, longest: int, flag: str, notes: list[str]
 ) -> list[Demonstration]:
-    """Return the demonstrations that are short enough; add a note that counts the others."""
-    fitting = [one for one in tokenize(rows, tokenizer) if one.num_tokens <= longest]
+    """Return the demonstrations or pairs that are short enough; add a note that counts the others."""
+    tokenized, kind = tokenize(rows, tokenizer), "demonstrations"
+    if any(row.rejected is not None for row in rows):
+        tokenized, kind = tokenize_pairs(rows, tokenizer), "pairs"
+    fitting = [one for one in tokenized if one.num_tokens <= longest]
     num_left_out = len(rows) - len(fitting)
     if not fitting:
-        raise InputError(f"{flag}: all {len(rows)} demonstrations are longer than --seq-length {longest}; raise it")
+        raise InputError(f"{flag}: all {len(rows)} {kind} are longer than --seq-length {longest}; raise it")
     if num_left_out:
         are = "is" if num_left_out == 1 else "are"
         notes.append(
-            f"{num_left_out} of {len(rows)} demonstrations of {flag} {are} longer than --seq-length {longest} and left "
-            "out"
+            f"{num_left_out} of {len(rows)} {kind} of {flag} {are} longer than --seq-length {longest} and left out"
         )
     return fitting
 
@@ -125,6 +145,17 @@ def tokenize(rows: Sequence[Row], tokenizer: PromptTokenizer) -> Iterator[Demons
                 _check_ends(row, sequences, tokenizer)
             kept = tuple(tuple(turn.astype(np.int32) for turn in turns) for turns in sequences)
             yield Demonstration(row.identity, kept)
+
+
+def tokenize_pairs(rows: Sequence[Row], tokenizer: PromptTokenizer) -> Iterator[Pair]:
+    """Tokenize both responses of each row as the response of a demonstration."""
+    others = [dataclasses.replace(row, completion=row.rejected) for row in rows]
+    of_rows = zip(rows, tokenize(rows, tokenizer), tokenize(others, tokenizer), strict=True)
+    for row, chosen, rejected in of_rows:
+        pair = Pair(row.identity, (*chosen.sequences, *rejected.sequences))
+        if np.array_equal(pair.responses[0], pair.responses[1]):
+            raise row.error("has two responses of the same tokens: nothing is preferred; leave the row out")
+        yield pair
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

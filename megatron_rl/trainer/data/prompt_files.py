@@ -38,7 +38,9 @@ class Row:
     """Plain text, or chat messages."""
     columns: JSON
     completion: str | list[JSON] | None = None
-    """Text or chat messages that follow the prompt in a demonstration."""
+    """Text or chat messages that follow the prompt in a demonstration; the preferred response of a pair."""
+    rejected: str | list[JSON] | None = None
+    """The other response of a pair."""
 
     def error(self, reason: str) -> InputError:
         """Make an error that names this row."""
@@ -63,6 +65,11 @@ def read_rows(paths: Sequence[Path], config: DataConfig) -> list[Row]:
 def read_demonstrations(paths: Sequence[Path], config: DataConfig) -> list[Row]:
     """Read rows that have a completion, or a whole chat whose first part is the prompt."""
     return _read(paths, config, _demonstration)
+
+
+def read_pairs(paths: Sequence[Path], config: DataConfig) -> list[Row]:
+    """Read rows that have two responses to a prompt, of which one was preferred."""
+    return _read(paths, config, _pair)
 
 
 def _read(paths: Sequence[Path], config: DataConfig, make: MakeRow) -> list[Row]:
@@ -174,6 +181,32 @@ def _demonstration(path: Path, name: str, line: int, content: JSON, config: Data
             path, line, f"has no message of the {ASSISTANT} in its completion; write one, or leave the row out"
         )
     return Row(f"{name}:{line}", path, line, given, {}, follows)
+
+
+def _pair(path: Path, name: str, line: int, content: JSON, config: DataConfig, is_first: bool) -> Row:
+    flags = {config.chosen_key: "--chosen-key", config.rejected_key: "--rejected-key"}
+    for key, flag in flags.items():
+        _require(path, line, content, key, f"name it with {flag}", is_first)
+    chosen, rejected = (_checked_text(path, line, content[key], f"{key} response") for key in flags)
+    if chosen == rejected:
+        raise _error(path, line, f"has the same text in {' and '.join(flags)}: nothing is preferred; leave the row out")
+    if config.prompt_key in content:
+        prompt = _checked_text(path, line, content[config.prompt_key], "prompt")
+    elif isinstance(chosen, str) or isinstance(rejected, str):
+        _require(path, line, content, config.prompt_key, "name the prompt's with --prompt-key", is_first)
+    else:
+        same = [one == other for one, other in zip(chosen, rejected, strict=False)]
+        first = [*same, False].index(False)
+        prompt, chosen, rejected = chosen[:first], chosen[first:], rejected[first:]
+    for key, response in zip(flags, (chosen, rejected), strict=True):
+        if not isinstance(response, str) and [message["role"] for message in response] != [ASSISTANT]:
+            raise _error(
+                path,
+                line,
+                f"has {len(response)} messages after the prompt in {key}, and needs one, of the {ASSISTANT}: write "
+                "what the responses share into the prompt, or leave the row out",
+            )
+    return Row(f"{name}:{line}", path, line, prompt, {}, chosen, rejected)
 
 
 def _divided_chat(path: Path, line: int, value: object) -> tuple[list[JSON], list[JSON]]:

@@ -15,6 +15,7 @@ from megatron_rl.environments.types import Description
 from megatron_rl.errors import InputError
 from megatron_rl.observe import metrics
 from megatron_rl.observe.startup import Startup, describe_prompts
+from megatron_rl.shared.device_memory import has_reference, make_look_up
 from megatron_rl.shared.protocol.wire import decode_tokens
 from megatron_rl.shared.records.append_file import read_lines
 from megatron_rl.shared.records.audit_events import list_changes
@@ -68,7 +69,7 @@ class CheckedInputs:
 
 def check_inputs(settings: RunSettings) -> CheckedInputs:
     """Read the prompts; raise an error if weights, checkpoints, folder or environment do not fit the settings."""
-    rows = None if settings.run.stage == "sft" else read_prompts(settings.data)
+    rows = read_prompts(settings.data) if settings.run.stage == "grpo" else None
     if rows is not None and settings.frozen:
         teachers = [name for name in settings.frozen if find_role(name) == "teacher"]
         importlib.import_module(_TEACHER).check_choices(teachers, rows.trained)
@@ -87,7 +88,7 @@ def check_inputs(settings: RunSettings) -> CheckedInputs:
 
 def load_inputs(settings: RunSettings, checked: CheckedInputs, startup: Startup) -> Inputs:
     """Tokenize the data."""
-    name = "demonstrations" if checked.rows is None else "prompts"
+    name = {"grpo": "prompts", "sft": "demonstrations", "dpo": "pairs"}[settings.run.stage]
     startup.say(f"{name}: they are read and tokenized")
     demonstrations = _load_demonstrations(settings) if checked.rows is None else None
     prompts = None if checked.rows is None else _tokenize_prompts(settings, checked.rows, checked.offered)
@@ -142,6 +143,7 @@ def _load_demonstrations(settings: RunSettings) -> "DemonstrationSource":
     loaded: DemonstrationSource = importlib.import_module(_DEMONSTRATIONS).load_demonstrations(
         settings.data,
         settings.model.hf_model,
+        settings.run.stage,
         seed=settings.training.seed,
         longest=settings.sizes.longest_response,
         vocab_size=settings.architecture.vocab_size,
@@ -151,7 +153,7 @@ def _load_demonstrations(settings: RunSettings) -> "DemonstrationSource":
 
 def _check_weights(settings: Settings) -> None:
     """Raise an InputError unless the folders hold the architecture's tensors."""
-    reference = settings.algorithm.ref_model if settings.algorithm.kl_beta else None
+    reference = settings.algorithm.ref_model if has_reference(make_look_up(settings)) else None
     for folder in (settings.model.hf_model, reference):
         if folder is not None:
             with Checkpoint(folder) as checkpoint:

@@ -26,6 +26,7 @@ from megatron_rl.observe.run_folder import keep_warnings
 from megatron_rl.observe.startup import Startup, describe_cores, describe_model
 from megatron_rl.observe.summary import print_summary
 from megatron_rl.ops import main_gradients
+from megatron_rl.shared.device_memory import has_reference, make_look_up
 from megatron_rl.shared.garbage import leaving_out_what_exists
 from megatron_rl.shared.records.audit_events import FILE_NAME as AUDIT_FILE
 from megatron_rl.sidecar.child import OwnSidecar
@@ -38,10 +39,11 @@ from megatron_rl.trainer.loop.saver import Saver
 from megatron_rl.trainer.loop.stop import Course, StopRequest
 from megatron_rl.trainer.loop.trainer import Stage, Trainer
 from megatron_rl.trainer.loop.watch import Watch, meets_in_an_agent
-from megatron_rl.trainer.mcore.model.gpt import INVARIANT
+from megatron_rl.trainer.mcore.model.gpt import INVARIANT, build_model
 from megatron_rl.trainer.mcore.session import Session, start_session
 from megatron_rl.trainer.mcore.step.policy import (
     BaseAsReference,
+    BuildModel,
     FrozenModel,
     Policy,
     build_critic,
@@ -50,7 +52,7 @@ from megatron_rl.trainer.mcore.step.policy import (
     build_reference,
 )
 
-# Modules that only some runs import: of --stage sft, of --rollout-colocate and of --weights-bridge.
+# Modules that only some runs import: of the stages that read responses, of --rollout-colocate and of --weights-bridge.
 _SUPERVISED = "megatron_rl.trainer.loop.supervised"
 _SETTLING = "megatron_rl.trainer.loop.settling"
 _RANK_MEMORY = "megatron_rl.trainer.loop.rank_memory"
@@ -186,7 +188,7 @@ def _try_main_gradients(settings: Settings, device: torch.device) -> None:
 
 def _find_waiting(settings: Settings) -> datetime.timedelta:
     """Return how long a rank may wait for engines to start, and then for an iteration's last group."""
-    if settings.run.stage == "sft":
+    if settings.run.stage != "grpo":
         return datetime.timedelta()
     return datetime.timedelta(minutes=settings.rollout.start_minutes + settings.service.deadline_minutes)
 
@@ -258,15 +260,16 @@ def build_trainer(
     plug_ins.check_agreement(session.gather(describe_own_files(settings)))
     policy = build_policy(settings, session, settings.num_updates, rank.recipe.build_model)
     _check_guest(rank, policy)
-    others = _build_others(rank, policy)
+    others = build_others(settings, session, policy, rank.recipe.build_model)
     critic = None if settings.critic is None else build_critic(settings.critic, session, settings.num_updates)
     saver = Saver(settings, session, policy, settings.name, inputs.data, others, rank.recipe.saved, critic)
     start = saver.load(rank.say)
     rank.startup.say("model: built, its weights are loaded")
     rank.startup.end_part("model and weights")
     stage: Stage
-    if settings.run.stage == "sft":
-        stage = importlib.import_module(_SUPERVISED).build_supervised(rank, inputs.demonstrations, policy, start)
+    if settings.run.stage != "grpo":
+        module = importlib.import_module(_SUPERVISED)
+        stage = module.build_supervised(rank, inputs.demonstrations, policy, others, start)
     else:
         stage = build_grpo(rank, inputs.prompts, sidecar, policy, others, critic, start, schedule)
     assert settings.training.train_iters is not None
@@ -287,21 +290,20 @@ def _check_guest(rank: Rank, policy: Policy) -> None:
     rank.startup.end_part("comparison with transformers")
 
 
-def _build_others(rank: Rank, policy: Policy) -> dict[str, FrozenModel]:
+def build_others(
+    settings: Settings, session: Session, policy: Policy, build: BuildModel = build_model
+) -> dict[str, FrozenModel]:
     """Build the models of the roles that the loss needs, by the names of the roles."""
-    settings, others = rank.settings, dict[str, FrozenModel]()
-    if settings.run.stage == "sft":
-        return others
-    if REFERENCE.is_used(settings.algorithm):
-        others[REFERENCE.name] = _build_reference(rank, policy)
-    others |= {name: build_frozen(settings, rank.session, name) for name in settings.frozen}
+    others = dict[str, FrozenModel]()
+    if has_reference(make_look_up(settings)):
+        others[REFERENCE.name] = _build_reference(settings, session, policy, build)
+    others |= {name: build_frozen(settings, session, name) for name in settings.frozen}
     return others
 
 
-def _build_reference(rank: Rank, policy: Policy) -> FrozenModel:
-    settings = rank.settings
+def _build_reference(settings: Settings, session: Session, policy: Policy, build: BuildModel) -> FrozenModel:
     if policy.base is not None:
-        return BaseAsReference(policy, rank.session, settings.publish.dtype)
+        return BaseAsReference(policy, session, settings.publish.dtype)
     folder = settings.algorithm.ref_model or settings.model.hf_model
     assert folder is not None
-    return build_reference(settings, rank.session, folder, rank.recipe.build_model)
+    return build_reference(settings, session, folder, build)

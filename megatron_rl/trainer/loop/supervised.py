@@ -1,16 +1,18 @@
-"""An iteration of --stage sft: one update over demonstrations, without engines.
+"""An iteration of a stage that reads responses, --stage sft or dpo: one update over rows of data, without engines.
 
-The loss is the mean, over the responses' tokens of all replicas, of minus their log-probs. Rank 0 has the data, and
-sends every rank the demonstrations of an update before it begins. Each rank packs those of its replica:
-`Division.bound_numbers` says which demonstrations micro-batch j of replica r has.
+Rank 0 has the data, and sends every rank the rows of an update before it begins. Each rank packs the rows of its
+replica: `Division.bound_numbers` says which rows micro-batch j of replica r has. A `Task` is what they are trained for:
+of demonstrations, the loss is the mean, over the responses' tokens of all replicas, of minus their log-probs
+(`Imitation`); `preferences.py` has pairs.
 """
 
 import dataclasses
+import importlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 
@@ -19,7 +21,7 @@ from megatron_rl.command_line.run import find_pack_multiple
 from megatron_rl.config.settings import Settings
 from megatron_rl.ops.shared_prompt.layout import Layout
 from megatron_rl.shared.protocol.slots import Division, Place
-from megatron_rl.trainer.data.batch import build_preparation
+from megatron_rl.trainer.data.batch import Batch, build_preparation
 from megatron_rl.trainer.data.demonstrations import Demonstration, DemonstrationSource
 from megatron_rl.trainer.data.device_copier import DeviceCopier
 from megatron_rl.trainer.data.packing import Pack, pack_turns
@@ -32,18 +34,59 @@ from megatron_rl.trainer.loop.saver import RunState, StartPoint
 from megatron_rl.trainer.mcore.session import Session
 from megatron_rl.trainer.mcore.step.auxiliary import take_losses
 from megatron_rl.trainer.mcore.step.forward_step import (
+    ForwardStep,
+    Report,
     SupervisedStep,
     compute_log_probs,
     is_reporter,
     loss_scale,
     run_schedule,
 )
-from megatron_rl.trainer.mcore.step.policy import Policy
+from megatron_rl.trainer.mcore.step.policy import FrozenModel, Policy
+
+if TYPE_CHECKING:
+    from megatron_rl.trainer.mcore.step.trace import StepTrace
+
+# The module that only --stage dpo imports.
+_PREFERENCES = "megatron_rl.trainer.loop.preferences"
+
+
+class Task(Protocol):
+    """The objective of a stage, whose micro-batches are packs."""
+
+    name: str
+    """The name of a micro-batch's rows in metrics."""
+
+    def pack(self, rows: Sequence[Any], index: int, packer: "Packer") -> Pack | Batch:
+        """Lay out the rows of the micro-batch of this index, on the host."""
+        ...
+
+    def make_step(self, scale: float, trace: "StepTrace | None") -> ForwardStep:
+        """Return the functions that the schedule calls for each micro-batch."""
+        ...
+
+    def read(self, reports: Sequence[Report]) -> list[Mapping[str, float]]:
+        """Return the sums of each micro-batch, `loss` among them."""
+        ...
+
+    def count_share(self, packs: "Packs") -> int:
+        """Count a replica's share of the update's denominator."""
+        ...
+
+    def measure_held_out(self, packs: "Packs", policy: Policy) -> Mapping[str, float]:
+        """Compute the sums of a replica's held-out rows; empty on ranks that do not report."""
+        ...
+
+    def describe(self, sums: Mapping[str, float]) -> dict[str, Any]:
+        """Return the metrics of an update from the sums of all replicas."""
+        ...
+
+    def describe_held_out(self, sums: Mapping[str, float]) -> dict[str, Any]: ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Packer:
-    """Makes a pack of demonstrations, the same on every rank."""
+    """Makes a pack of rows, the same on every rank."""
 
     copier: DeviceCopier
     multiple_of: int
@@ -56,17 +99,53 @@ class Packer:
     packing: Callable[[], AbstractContextManager] = nullcontext
     """Context of the making of a pack, and of giving it to the schedule."""
 
-    def pack(self, demonstrations: Sequence[Demonstration]) -> Pack:
-        """Make a pack; without a demonstration it consists of padding."""
+    def finish(self, pack: Pack) -> Pack:
+        """Make the tables of a pack, and divide it over the ranks that share it."""
+        self.prepare(pack.layout)
+        return pack.divided(self.num_parts) if self.num_parts > 1 else pack
+
+    def pack(self, task: Task, rows: Sequence[Any], index: int) -> Pack | Batch:
+        """Make a micro-batch on the device; without a row it consists of padding."""
         with self.packing():
-            sequences = [turns for one in demonstrations for turns in one.sequences]
-            pack = pack_turns(sequences, self.multiple_of, self.vocab_size)
-            self.prepare(pack.layout)
-            if self.num_parts > 1:
-                pack = pack.divided(self.num_parts)
-            copied, arrival = self.copier.copy(pack, pack.layout)
+            packed = task.pack(rows, index, self)
+            pack = packed.pack if isinstance(packed, Batch) else packed
+            copied, arrival = self.copier.copy(packed, pack.layout)
             arrival.wait()
             return copied
+
+
+class Imitation:
+    """The task of --stage sft."""
+
+    name = "demonstrations"
+
+    def pack(self, rows: Sequence[Demonstration], index: int, packer: Packer) -> Pack:
+        sequences = [turns for one in rows for turns in one.sequences]
+        return packer.finish(pack_turns(sequences, packer.multiple_of, packer.vocab_size))
+
+    def make_step(self, scale: float, trace: "StepTrace | None") -> ForwardStep:
+        return SupervisedStep(scale, trace)
+
+    def read(self, reports: Sequence[Report]) -> list[Mapping[str, float]]:
+        losses = torch.stack([report["loss"] for report in reports]).double().tolist() if reports else []
+        return [{"loss": loss} for loss in losses]
+
+    def count_share(self, packs: "Packs") -> int:
+        return packs.num_targets
+
+    def measure_held_out(self, packs: "Packs", policy: Policy) -> Mapping[str, float]:
+        log_probs = compute_log_probs(policy.wrapped, packs)
+        if not is_reporter():
+            return {}
+        loss = -sum(float(of_pack_N.double().sum()) for of_pack_N in log_probs)
+        return {"loss": loss, "num_tokens": sum(map(len, log_probs)), "num_demonstrations": packs.num_rows}
+
+    def describe(self, sums: Mapping[str, float]) -> dict[str, Any]:
+        return {}
+
+    def describe_held_out(self, sums: Mapping[str, float]) -> dict[str, Any]:
+        counts = {name: int(sums[name]) for name in ("num_demonstrations", "num_tokens")}
+        return {"loss": sums["loss"] / sums["num_tokens"], **counts}
 
 
 def build_packer(
@@ -88,15 +167,15 @@ class Packs:
     All are made before it, on the thread that computes; each takes one copy, for which the host does not wait.
     """
 
-    def __init__(self, parts: Sequence[Sequence[Demonstration]], packer: Packer):
+    def __init__(self, parts: Sequence[Sequence[Demonstration]], packer: Packer, task: Task):
         self._parts = parts
         self._packer = packer
-        self._packs = [packer.pack(part) for part in parts]
+        self._packs = [packer.pack(task, part, index) for index, part in enumerate(parts)]
 
     def __len__(self) -> int:
         return len(self._parts)
 
-    def __iter__(self) -> Iterator[Pack]:
+    def __iter__(self) -> Iterator[Pack | Batch]:
         for pack in self._packs:
             with self._packer.packing():
                 # Entered for the timeline alone: giving a pack is progress of a long update.
@@ -104,7 +183,7 @@ class Packs:
             yield pack
 
     @property
-    def num_demonstrations(self) -> int:
+    def num_rows(self) -> int:
         return sum(map(len, self._parts))
 
     @property
@@ -119,7 +198,7 @@ class Packs:
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens of all demonstrations, without padding."""
+        """The number of tokens of all rows, without padding."""
         return sum(one.num_tokens for part in self._parts for one in part)
 
 
@@ -135,6 +214,7 @@ class SupervisedStage:
     """The data; on rank 0."""
     largest_micro_batch: int
     """The number of tokens that a micro-batch may have."""
+    task: Task = Imitation()
     log: RunLog = dataclasses.field(default_factory=RunLog)
     evaluator: Evaluator = Evaluator()
     rates: ClassVar[Mapping[str, str]] = {"trained": "tokens.computed"}
@@ -153,7 +233,7 @@ class SupervisedStage:
             return self._update(packs)
 
     def describe(self, learned: Learned, measures: Measures) -> dict[str, Any]:
-        metrics = compute_supervised_metrics(measures, learned.updates[-1], self.largest_micro_batch)
+        metrics = compute_supervised_metrics(measures, learned.updates[-1], self.largest_micro_batch, self.task)
         assert self.source is not None
         return metrics | {"epochs": self.source.epochs}
 
@@ -169,50 +249,46 @@ class SupervisedStage:
         taken = self.session.broadcast(None if self.source is None else self.source.take(division.plan.num_prompts))
         assert taken is not None
         numbers = [division.bound_numbers(Place(replica, index)) for index in range(division.slots_per_update)]
-        return Packs([[taken[number] for number in of_slot] for of_slot in numbers], self.packer)
+        return Packs([[taken[number] for number in of_slot] for of_slot in numbers], self.packer, self.task)
 
     def _update(self, packs: Packs) -> Learned:
         """Make one update; raise before one whose loss is not finite."""
         timeline = self.log.timeline
         with timeline.part("schedule"):
-            step = SupervisedStep(loss_scale(len(packs)), self.log.trace.steps)
-            reports = run_schedule(step, self.policy.wrapped, packs)
-            losses = torch.stack([report["loss"] for report in reports]).double().tolist() if reports else []
+            step = self.task.make_step(loss_scale(len(packs)), self.log.trace.steps)
+            sums = self.task.read(run_schedule(step, self.policy.wrapped, packs))
         with timeline.part("agree"):
-            self.session.run_or_raise_everywhere(lambda: _check(losses))
+            self.session.run_or_raise_everywhere(lambda: _check([one["loss"] for one in sums]))
         with timeline.part("optimizer"):
-            denominator = sum_over_replicas(self.session, packs.num_targets)
+            denominator = sum_over_replicas(self.session, self.task.count_share(packs))
             outcome = make_update(self.policy, denominator, lambda: timeline.span("update"))
         measures = Measures(sums=take_losses(self.policy.chunks[0].architecture.num_expert_layers))
         if is_reporter():
-            measures.merge(_measure(packs, sum(losses)))
+            measures.merge(_measure(packs, self.task.name))
+            for of_pack in sums:
+                measures.merge(Measures(sums=dict(of_pack)))
         return Learned([outcome], measures)
 
 
 def evaluate_held_out(
-    policy: Policy, session: Session, parts: Sequence[Sequence[Demonstration]], packer: Packer
+    policy: Policy, session: Session, parts: Sequence[Sequence[Demonstration]], packer: Packer, task: Task
 ) -> dict[str, Any]:
-    """Compute the mean loss over the tokens of held-out responses, on all ranks together.
-
-    `parts` are the micro-batches of this rank's replica.
-    """
+    """Compute the metrics of held-out rows on all ranks together; `parts` are the micro-batches of this replica."""
     policy.synchronize()
-    packs = Packs(parts, packer)
-    log_probs = compute_log_probs(policy.wrapped, packs)
-    found = (0.0, 0, 0)
-    if is_reporter():
-        loss = -sum(float(of_pack_N.double().sum()) for of_pack_N in log_probs)
-        found = loss, sum(map(len, log_probs)), packs.num_demonstrations
-    loss, num_tokens, num_demonstrations = map(sum, zip(*session.gather(found), strict=True))
-    return {"loss": loss / num_tokens, "num_demonstrations": num_demonstrations, "num_tokens": num_tokens}
+    measures = Measures()
+    for of_rank in session.gather(task.measure_held_out(Packs(parts, packer, task), policy)):
+        measures.merge(Measures(sums=dict(of_rank)))
+    return task.describe_held_out(measures.sums)
 
 
-def compute_supervised_metrics(measures: Measures, outcome: UpdateOutcome, largest_micro_batch: int) -> dict[str, Any]:
+def compute_supervised_metrics(
+    measures: Measures, outcome: UpdateOutcome, largest_micro_batch: int, task: Task
+) -> dict[str, Any]:
     """Compute the metrics of an iteration from all replicas' measures."""
     sums = measures.sums
     metrics: dict[str, Any] = {
         "loss": sums["loss"] / outcome.denominator,
-        "demonstrations": int(sums["demonstrations"]),
+        task.name: int(sums[task.name]),
         "gradient_norm": outcome.gradient_norm,
         "learning_rate": outcome.learning_rate,
         "skipped_updates": int(not outcome.was_taken),
@@ -225,7 +301,7 @@ def compute_supervised_metrics(measures: Measures, outcome: UpdateOutcome, large
     }
     if outcome.gradient_zeros is not None:
         metrics["gradient_zeros"] = outcome.gradient_zeros
-    return metrics | describe_auxiliary(sums)
+    return metrics | task.describe(sums) | describe_auxiliary(sums)
 
 
 def _check(losses: Sequence[float]) -> None:
@@ -237,10 +313,9 @@ def _check(losses: Sequence[float]) -> None:
             )
 
 
-def _measure(packs: Packs, loss: float) -> Measures:
+def _measure(packs: Packs, name: str) -> Measures:
     sums = {
-        "loss": loss,
-        "demonstrations": packs.num_demonstrations,
+        name: packs.num_rows,
         "micro_batches": len(packs),
         "tokens.computed": packs.num_computed,
         "tokens.prompt": packs.num_tokens - packs.num_targets,
@@ -250,10 +325,19 @@ def _measure(packs: Packs, loss: float) -> Measures:
 
 
 def build_supervised(
-    rank: Rank, source: DemonstrationSource | None, policy: Policy, start: StartPoint
+    rank: Rank,
+    source: DemonstrationSource | None,
+    policy: Policy,
+    others: Mapping[str, FrozenModel],
+    start: StartPoint,
 ) -> SupervisedStage:
     """Build the stage. Only rank 0 has the source."""
     settings, session = rank.settings, rank.session
+    task: Task = Imitation()
+    if settings.run.stage == "dpo":
+        task = importlib.import_module(_PREFERENCES).Comparison.build(
+            settings.preference, settings.sizes.longest_response, policy, others
+        )
     log = open_log(rank, start.version)
     packer = build_packer(settings, DeviceCopier(session.platform), lambda: log.timeline.span("pack"))
     return SupervisedStage(
@@ -264,12 +348,15 @@ def build_supervised(
         packer=packer,
         source=source,
         largest_micro_batch=settings.sizes.largest_micro_batch,
+        task=task,
         log=log,
-        evaluator=_build_evaluator(rank, source, policy, packer),
+        evaluator=_build_evaluator(rank, source, policy, packer, task),
     )
 
 
-def _build_evaluator(rank: Rank, source: DemonstrationSource | None, policy: Policy, packer: Packer) -> Evaluator:
+def _build_evaluator(
+    rank: Rank, source: DemonstrationSource | None, policy: Policy, packer: Packer, task: Task
+) -> Evaluator:
     settings, session = rank.settings, rank.session
     if not settings.is_evaluated:
         return Evaluator()
@@ -278,7 +365,7 @@ def _build_evaluator(rank: Rank, source: DemonstrationSource | None, policy: Pol
     is_interleaved = settings.parallel_sizes.virtual_pipeline is not None
     count_of_turn = count_interleaved(settings) if is_interleaved else 1
     parts = divide_held_out(held_out, settings.training.micro_batch_size, session, count_of_turn)
-    return Evaluator(settings.evaluation.interval, lambda _: evaluate_held_out(policy, session, parts, packer))
+    return Evaluator(settings.evaluation.interval, lambda _: evaluate_held_out(policy, session, parts, packer, task))
 
 
 def divide_held_out(

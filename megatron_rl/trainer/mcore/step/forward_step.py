@@ -18,7 +18,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 from megatron_rl.algorithm.declaration import OLD, POLICY, RoleLogProbs, find_role
-from megatron_rl.algorithm.objective import Objective
+from megatron_rl.algorithm.objective import Objective, PreferenceObjective
 from megatron_rl.ops.log_probs import TargetRows
 from megatron_rl.trainer.data.batch import Batch
 from megatron_rl.trainer.data.device_copier import DeviceCopier
@@ -128,7 +128,7 @@ class PolicyStep(ForwardStep):
         self,
         policy: Model,
         assignment: RoleAssignment,
-        objective: Objective,
+        objective: Objective | PreferenceObjective,
         temperature: float,
         scale: float,
         trace: "StepTrace | None" = None,
@@ -148,7 +148,7 @@ class PolicyStep(ForwardStep):
         self._num_kept = num_kept
         self.kept: dict[int, torch.Tensor] = {}
         """The log-probs of each kept slot's targets under the policy that sampled, as the trainer computes them."""
-        self._with_entropies = objective.config.entropy_coef > 0
+        self._with_entropies = objective.takes_entropies
         self._divergences = {name: objective.divergences.get(find_role(name)) for name in assignment.frozen}
 
     def forward_step(self, data_iterator: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
@@ -379,11 +379,15 @@ def compute_log_probs(
     record: RoutingRecord | None = None,
 ) -> list[torch.Tensor]:
     """Compute log-probs of each micro-batch's targets, without gradients; only the last pipeline stage returns any."""
-    step = ForwardStep(temperature, trace, role, record=record)
+    reports = run_forward_only(ForwardStep(temperature, trace, role, record=record), model, micro_batches)
+    return [report["log_probs"] for report in reports]
+
+
+def run_forward_only(step: ForwardStep, model: Model, micro_batches: MicroBatches) -> list[Report]:
+    """Run micro-batches through the schedule without gradients; return their reports on the last pipeline stage."""
     # The schedules leave no_grad to their caller.
     with torch.no_grad(), _last_message_awaited(get_model_config(model[0])):
-        reports = run_schedule(step, model, micro_batches, forward_only=True)
-    return [report["log_probs"] for report in reports]
+        return run_schedule(step, model, micro_batches, forward_only=True)
 
 
 def is_reporter() -> bool:

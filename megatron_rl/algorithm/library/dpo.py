@@ -1,0 +1,83 @@
+"""DPO and its kin: losses of pairs of responses to a prompt, of which one was preferred.
+
+Letters: P pairs.
+"""
+
+import dataclasses
+import importlib
+from typing import TYPE_CHECKING, Literal
+
+from megatron_rl.algorithm.declaration import Algorithm, Pairs, Paper, Preference
+from megatron_rl.flag import own_flag
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclasses.dataclass(frozen=True)
+class PreferenceConfig:
+    """The loss of `--stage dpo`."""
+
+    loss: Literal["sigmoid", "hinge", "ipo", "simpo"] = own_flag(
+        "sigmoid", "The loss of a pair; docs/algorithms.md has the formulas.", "--dpo-loss-type"
+    )
+    beta: float = own_flag(0.1, "The papers' beta, which weighs log-probs.", "--dpo-beta", bound="above 0")
+    smoothing: float = own_flag(
+        0.0,
+        "The probability that the other response of a pair should have been preferred, for `sigmoid` and `simpo`.",
+        "--dpo-label-smoothing",
+        bound="at least 0 and below 1",
+    )
+    margin: float = own_flag(
+        0.5, "The margin between responses that `simpo` asks for.", "--dpo-margin", bound="finite and at least 0"
+    )
+
+
+def compute_sigmoid(pairs: Pairs, config: PreferenceConfig) -> "torch.Tensor":
+    return _classify(config.beta * pairs.margin_P, config.smoothing)
+
+
+def compute_hinge(pairs: Pairs, config: PreferenceConfig) -> "torch.Tensor":
+    return (1 - config.beta * pairs.margin_P).clamp(min=0)
+
+
+def compute_ipo(pairs: Pairs, config: PreferenceConfig) -> "torch.Tensor":
+    return (pairs.mean_margin_P - 1 / (2 * config.beta)).square()
+
+
+def compute_simpo(pairs: Pairs, config: PreferenceConfig) -> "torch.Tensor":
+    return _classify(config.beta * pairs.mean_margin_P - config.margin, config.smoothing)
+
+
+def _classify(logit_P: "torch.Tensor", smoothing: float) -> "torch.Tensor":
+    """Return minus the log of the chosen response's probability, or of the other's with the smoothing's weight."""
+    # Flags are known without torch.
+    logsigmoid = importlib.import_module("torch.nn.functional").logsigmoid
+    loss_P: torch.Tensor = -(1 - smoothing) * logsigmoid(logit_P)
+    return loss_P - smoothing * logsigmoid(-logit_P) if smoothing else loss_P
+
+
+DPO = Algorithm(
+    Paper("DPO", "https://arxiv.org/abs/2305.18290"),
+    preferences=(Preference("sigmoid", "-log sigmoid(b m)", compute_sigmoid, reads=("smoothing",)),),
+)
+SLIC = Algorithm(
+    Paper("SLiC-HF", "https://arxiv.org/abs/2305.10425"),
+    preferences=(Preference("hinge", "max(0, 1 - b m)", compute_hinge),),
+)
+IPO = Algorithm(
+    Paper("IPO", "https://arxiv.org/abs/2310.12036"),
+    preferences=(Preference("ipo", "(n - 1 / (2 b))^2", compute_ipo),),
+)
+SIMPO = Algorithm(
+    Paper("SimPO", "https://arxiv.org/abs/2405.14734"),
+    preferences=(
+        Preference(
+            "simpo",
+            "-log sigmoid(b n - `--dpo-margin`)",
+            compute_simpo,
+            has_reference=False,
+            reads=("smoothing", "margin"),
+        ),
+    ),
+)
