@@ -15,11 +15,15 @@ _LAUNCHERS = ("torchrun", "python", "python3", "ray", "accelerate", "trl", "msru
 # The classes of TRL whose keywords are settings, each with the settings whose keywords have other names.
 TEACHER = "teacher_model_name_or_path"
 """TRL's setting that names the teacher, which only its distillation has."""
+STAGE = "trl_stage"
+"""The name of TRL's trainer, if that is another one than GRPOTrainer, among its settings."""
 _CLASSES: Mapping[str, Mapping[str, str]] = {
     "GRPOConfig": {},
     "GRPOTrainer": {"model": "model_name_or_path"},
     "DistillationConfig": {},
     "DistillationTrainer": {"model": "model_name_or_path", "teacher_model": TEACHER},
+    "DPOConfig": {},
+    "DPOTrainer": {"model": "model_name_or_path"},
 }
 _DATA = ("train_dataset", "eval_dataset")
 _OBJECTS = ("args", "model_name_or_path", "processing_class")
@@ -51,7 +55,7 @@ def _split_command(command: list[str]) -> tuple[list[str], list[str]] | None:
         if (
             word.endswith(".py")
             or (command[at - 1] == "-m" and "." in word)
-            or (command[0] == "trl" and word == "grpo")
+            or (command[0] == "trl" and word in ("grpo", "dpo"))
         ):
             return command[: at + 1], command[at + 1 :]
     return None
@@ -98,10 +102,12 @@ def read_program(text: str, script: Path) -> dict[str, str]:
     if not calls:
         raise InputError(
             f"{script} is a program that calls none of TRL's {', '.join(_CLASSES)}: write the script that starts the "
-            "run, or a program of TRL that trains with GRPO or distils"
+            "run, or a program of TRL that trains with GRPO or DPO, or distils"
         )
     settings = {}
     for call in calls:
+        if _name_called(call).startswith("DPO"):
+            settings[STAGE] = "dpo"
         for keyword in call.keywords:
             key = _CLASSES[_name_called(call)].get(keyword.arg or "", keyword.arg or "")
             if isinstance(keyword.value, ast.Constant):

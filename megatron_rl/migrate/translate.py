@@ -9,6 +9,7 @@ from pathlib import Path
 from megatron_rl.command_line.parse import list_problems
 from megatron_rl.errors import ExitCode, InputError
 from megatron_rl.migrate.launch_command import (
+    STAGE,
     find_command,
     group_words,
     read_flat_yaml,
@@ -70,6 +71,8 @@ def _translate_command(head: Sequence[str], words: Sequence[str], script: Path) 
         processes = read_launcher(head).get("num_processes")
         if processes is not None:
             settings["num_processes"] = processes
+        if Path(head[-1]).stem == "dpo":
+            settings[STAGE] = "dpo"
         return translate_trl(settings, script)
     return translate_flags(head, words, script)
 

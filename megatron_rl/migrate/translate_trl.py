@@ -1,4 +1,4 @@
-"""The command line of this package for a run of TRL's GRPOTrainer or DistillationTrainer, from its config's fields.
+"""The command line of this package for a run of TRL's GRPO, DPO or DistillationTrainer, from its config's fields.
 
 TRL counts steps in updates, and so does our schedule; the length of our run counts iterations.
 """
@@ -6,9 +6,18 @@ TRL counts steps in updates, and so does our schedule; the length of our run cou
 import re
 from collections.abc import Mapping
 
+from megatron_rl.algorithm.library import PREFERENCES
+from megatron_rl.command_line.checks import list_others
 from megatron_rl.errors import InputError
-from megatron_rl.migrate.launch_command import TEACHER
-from megatron_rl.migrate.translation import TheirSettings, Translation, carry_settings, place_devices, read_table
+from megatron_rl.migrate.launch_command import STAGE, TEACHER
+from megatron_rl.migrate.translation import (
+    TheirSettings,
+    Translation,
+    carry_settings,
+    index_flags,
+    place_devices,
+    read_table,
+)
 
 # The average of the loss, by the type of loss.
 _AGGREGATIONS: Mapping[str, str] = {
@@ -20,21 +29,37 @@ _STYLES: Mapping[str, str] = {
 _CORRECTION = "vllm_importance_sampling"
 # The defaults of DistillationConfig that are others than GRPOConfig's.
 _DISTILLED: Mapping[str, str] = {"beta": "1.0", "num_generations": "1"}
+# The same of DPOConfig, whose other defaults of sampling and rewards mean nothing.
+_PREFERRED: Mapping[str, str] = {
+    "beta": "0.1", "loss_type": "sigmoid", "label_smoothing": "0.0", "max_length": "1024", "ref_model": "null",
+    "num_generations": "1",
+}  # fmt: skip
+# Settings of DPO that must have these values, and what to say of others.
+_FIXED: Mapping[str, tuple[str, str]] = {
+    "f_divergence_type": ("reverse_kl", "the divergence from the reference is the reverse KL"),
+    "ld_alpha": ("", "all tokens of a response count alike"),
+    "use_weighting": ("false", "pairs have no weights"),
+    "sync_ref_model": ("false", "the reference stays as it is"),
+    "loss_weights": ("", "a pair has one loss"),
+}
 
 
 def translate_trl(given: Mapping[str, str], script: object) -> Translation:
     """Translate the settings of a run; raise an InputError if none of them is TRL's."""
     table = read_table("trl")
     known = {*table["defaults"], *table["settings"], *table["unsaid"].split(), "reward_funcs", "dataset_name", TEACHER}
+    is_dpo = given.get(STAGE) == "dpo"
     if known.isdisjoint(given):
         raise InputError(
             f"{script} has no setting of TRL's GRPOConfig: write a script of slime, Megatron-LM, verl or TRL"
         )
-    defaults = table["defaults"] | (_DISTILLED if TEACHER in given else {})
+    defaults = table["defaults"] | (_DISTILLED if TEACHER in given else _PREFERRED if is_dpo else {})
     theirs, to = TheirSettings(given, defaults), Translation(table["title"])
     num_updates = _write_sizes(theirs, to)
     if TEACHER in given:
         _write_teacher(theirs, to)
+    elif is_dpo:
+        _write_preferences(theirs, to)
     else:
         _write_advantage(theirs, to)
         _write_loss(theirs, to)
@@ -51,6 +76,9 @@ def translate_trl(given: Mapping[str, str], script: object) -> Translation:
     _write_data(theirs, to)
     engines = theirs.text("vllm_mode") if theirs.is_on("use_vllm") else ""
     carry_settings(table, theirs, to)
+    if is_dpo:
+        others = {*list_others()["dpo"]}
+        to.words = {name: words for name, words in to.words.items() if others.isdisjoint(index_flags()[name].targets)}
     _place(theirs.count("num_processes") or 1, engines, to)
     return to
 
@@ -154,6 +182,33 @@ def _write_teacher(theirs: TheirSettings, to: Translation) -> None:
         to.write("--opd-divergence", {0.0: "forward", 1.0: "reverse"}.get(weight, "jsd"))
         if 0 < weight < 1:
             to.write_unless_default("--opd-mixture", weight)
+
+
+def _write_preferences(theirs: TheirSettings, to: Translation) -> None:
+    to.write("--stage", "dpo")
+    kinds = re.findall(r"[\w-]+", theirs.text("loss_type"))
+    if len(kinds) == 1 and kinds[0] in PREFERENCES:
+        to.write_unless_default("--dpo-loss-type", kinds[0])
+    else:
+        to.require(
+            f"loss_type = {theirs.text('loss_type')} is not known here: write --dpo-loss-type "
+            f"{' or '.join(PREFERENCES)}",
+            "--dpo-loss-type",
+        )
+    to.write_unless_default("--dpo-beta", theirs.text("beta"))
+    if theirs.number("label_smoothing"):
+        to.changed.append(f"label_smoothing = {theirs.text('label_smoothing')}: TRL's {kinds[0]} does not read it")
+    if theirs.text("max_length"):
+        to.write("--seq-length", theirs.text("max_length"))
+        to.changed.append(
+            f"max_length = {theirs.text('max_length')}: TRL cuts longer sequences, this package leaves out pairs whose "
+            "prompt and two responses have more tokens together"
+        )
+    if theirs.text("ref_model"):
+        to.write("--grpo-ref-model", theirs.text("ref_model"))
+    for key, (value, meaning) in _FIXED.items():
+        if key in theirs.given and theirs.text(key).lower() != value:
+            to.changed.append(f"{key} = {theirs.text(key)}: {meaning}")
 
 
 def _write_advantage(theirs: TheirSettings, to: Translation) -> None:

@@ -105,6 +105,28 @@ def test_trls_distillation_has_a_teacher_and_needs_no_reward(
     assert not is_named("--reward is missing", translate.find_problems(found))
 
 
+def test_trls_preferences_have_their_loss_and_sample_nothing(tmp_path: Path) -> None:
+    program = "args = trl.DPOConfig(per_device_train_batch_size=4, max_steps=3, loss_type=['ipo'], beta=0.3)\n"
+    program += "trl.DPOTrainer(model='student', ref_model='other', args=args, train_dataset=rows)\n"
+    found = translate_text(tmp_path, "train.py", program)
+    expected = {
+        "--stage": ["dpo"], "--dpo-loss-type": ["ipo"], "--dpo-beta": ["0.3"], "--grpo-ref-model": ["other"],
+        "--hf-model": ["student"], "--global-batch-size": ["4"], "--micro-batch-size": ["4"], "--train-iters": ["3"],
+        "--seq-length": ["1024"],
+    }  # fmt: skip
+    assert {name: found.words.get(name) for name in expected} == expected
+    assert not any(name.startswith(("--rollout", "--grpo-group", "--reward")) for name in found.words)
+    assert is_named("max_length = 1024: ", found.changed)
+
+
+def test_the_command_of_trls_dpo_is_known_and_what_it_cannot_do_is_named(tmp_path: Path) -> None:
+    script = "trl dpo --model_name_or_path m --f_divergence_type js_divergence --loss_type sigmoid sft\n"
+    found = translate_text(tmp_path, "run.sh", script)
+    assert found.words["--stage"] == ["dpo"]
+    assert is_named("f_divergence_type = js_divergence: ", found.changed)
+    assert is_named("loss_type = sigmoid sft is not known here: ", [*found.missing])
+
+
 DISTILLED = """python3 -m verl.trainer.main_ppo data.train_batch_size=64 actor_rollout_ref.rollout.n=2 \\
   actor_rollout_ref.actor.ppo_mini_batch_size=64 algorithm.adv_estimator=grpo distillation.enabled=True \\
   distillation.nnodes=1 distillation.teacher_models.teacher_model.model_path=/big \\
