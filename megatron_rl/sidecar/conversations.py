@@ -110,14 +110,18 @@ class GroupRollouts:
 
     async def _hold(self, request: GroupRequest, prompt: wire.Prompt, number: int) -> Transcript:
         """Hold the rollout of a response, with another seed if it failed and may be refilled."""
-        refilled: list[wire.Cause] = []
+        refilled: tuple[wire.Cause, ...] = ()
         while True:
             seed = derive_refill_seed(request.seed + number, len(refilled))
             held = await self._hold_seeded(request, prompt, f"{number}-{len(refilled)}", seed)
             response = held.response
             if not response.cause or len(refilled) == self._on_error.num_refills:
-                return Transcript(msgspec.structs.replace(response, refilled=refilled), held.messages)
-            refilled.append(response.cause)
+                return (
+                    Transcript(msgspec.structs.replace(response, refilled=refilled), held.messages)
+                    if refilled
+                    else held
+                )
+            refilled += (response.cause,)
 
     async def _hold_seeded(self, request: GroupRequest, prompt: wire.Prompt, name: str, seed: int) -> Transcript:
         """Hold a rollout, again with this seed if others in its process ended it; `name` tells it from others."""

@@ -264,7 +264,7 @@ FORGERIES: list[tuple[BreachName, Callable[[Lines], Lines]]] = [
     (BreachName.NO_FINISH_REASON, _set_response(finish_reason="abort")),
     (BreachName.CUT_OFF, _set_response(finish_reason="length")),
     (BreachName.WRONG_SEED, _set_response(seed=7)),
-    (BreachName.WRONG_SEED, _set_response(refilled=["raised"])),
+    (BreachName.WRONG_SEED, _set_response(refilled=("raised",))),
     (BreachName.LEFT_OUT, _set_response(reward=None)),
     (BreachName.WRONG_COUNT, _set_response(reward=None, cause="raised")),
     (BreachName.WRONG_SEED, _set("submit", seeds=[1, 2])),

@@ -163,10 +163,10 @@ def test_a_failed_conversation_is_left_out_or_sampled_again_with_seeds_that_foll
     pool = Pool(Talk(None, [TooSlow("too slow")]), Talk(None, [broken]), Talk(None, whole))
     engines = Engines()
     (response,) = hold(engines, pool, OnError(num_refills=NUM_REFILLS))
-    assert (response.reward, response.refilled) == (11.0, ["timeout", "raised"])
+    assert (response.reward, response.refilled) == (11.0, ("timeout", "raised"))
     assert response.seed == derive_refill_seed(100, 2) == pool.held[2][1]
     assert len({one.seed for one in engines.requests}) == len({one.request_id for one in engines.requests}) == 3
     # In vain.
     (response,) = hold(Engines(), Pool(*[Talk(None, [broken]) for _ in range(4)]), OnError(num_refills=NUM_REFILLS))
-    assert (response.reward, response.refilled) == (None, ["raised"] * NUM_REFILLS)
+    assert (response.reward, response.refilled) == (None, ("raised",) * NUM_REFILLS)
     assert response.seed == derive_refill_seed(100, NUM_REFILLS)

@@ -198,7 +198,7 @@ class Response(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     failure: str = ""
     """The reason of its environment's or agent's failure; empty without one."""
     cause: Cause = ""
-    refilled: list[Cause] = []
+    refilled: tuple[Cause, ...] = ()
     """The causes of failures after which it was sampled again; its seed follows from the first one and their number."""
     experts: bytes | msgspec.UnsetType = msgspec.UNSET
     """The experts of each token but the last, which the engine was not fed, as `encode_experts` encodes them."""
@@ -228,7 +228,7 @@ class Unscored(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     cause: Cause
     failure: str
-    refilled: list[Cause] = []
+    refilled: tuple[Cause, ...] = ()
 
 
 class GroupPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

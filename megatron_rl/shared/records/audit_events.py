@@ -140,7 +140,7 @@ class ResponseRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Hash of the experts of its tokens, in the first response those of the prompt's before them; empty without."""
     cause: Cause = ""
     """Cause of a failure that is not the policy's."""
-    refilled: list[Cause] = []
+    refilled: tuple[Cause, ...] = ()
     """Causes of the failures after which it was sampled again."""
 
 
