@@ -4,7 +4,6 @@ Letters: P pairs.
 """
 
 import dataclasses
-import importlib
 from typing import TYPE_CHECKING, Literal
 
 from megatron_rl.algorithm.declaration import Algorithm, Pairs, Paper, Preference
@@ -51,10 +50,9 @@ def compute_simpo(pairs: Pairs, config: PreferenceConfig) -> "torch.Tensor":
 
 def _classify(logit_P: "torch.Tensor", smoothing: float) -> "torch.Tensor":
     """Return minus the log of the chosen response's probability, or of the other's with the smoothing's weight."""
-    # Flags are known without torch.
-    logsigmoid = importlib.import_module("torch.nn.functional").logsigmoid
-    loss_P: torch.Tensor = -(1 - smoothing) * logsigmoid(logit_P)
-    return loss_P - smoothing * logsigmoid(-logit_P) if smoothing else loss_P
+    none = logit_P.new_zeros(())
+    loss_P = (1 - smoothing) * (-logit_P).logaddexp(none)
+    return loss_P + smoothing * logit_P.logaddexp(none) if smoothing else loss_P
 
 
 DPO = Algorithm(
