@@ -47,7 +47,7 @@ def writing(folder: Path, num_tensors: int, num_writers: int) -> Iterator[None]:
         os.close(descriptor)
 
 
-class Counter:
+class Counter(contextlib.AbstractContextManager["Counter"]):
     """The counts of one writer."""
 
     def __init__(self, folder: Path, specs: Sequence[TensorSpec], writer: int, num_writers: int):
@@ -55,9 +55,6 @@ class Counter:
         self._counts = dict.fromkeys(self._lines, 0)
         self._place = (writer, num_writers)
         self._descriptor = os.open(folder / COUNTS_FILE, os.O_WRONLY)
-
-    def __enter__(self) -> "Counter":
-        return self
 
     def __exit__(self, *_: object) -> None:
         os.close(self._descriptor)
@@ -70,7 +67,7 @@ class Counter:
         os.pwrite(self._descriptor, self._counts[name].to_bytes(_NUMBER_BYTES, "little"), offset)
 
 
-class Arrival:
+class Arrival(contextlib.AbstractContextManager["Arrival"]):
     """A reader's view of the counts; a folder without counts is complete."""
 
     def __init__(self, folder: Path, specs: Sequence[TensorSpec], sleep: Callable[[float], None] = time.sleep):
@@ -84,9 +81,6 @@ class Arrival:
         with contextlib.suppress(FileNotFoundError):
             self._descriptor = os.open(folder / COUNTS_FILE, os.O_RDONLY)
             self._line_bytes = os.fstat(self._descriptor).st_size // max(1, len(self._lines))
-
-    def __enter__(self) -> "Arrival":
-        return self
 
     def __exit__(self, *_: object) -> None:
         if self._descriptor is not None:
