@@ -166,7 +166,8 @@ class LineFile(Closing):
             raise FileInUse(
                 f"{path} is written by another process: end that run, or name another folder for this one"
             ) from None
-        self._last_version: float = -math.inf
+        self.last_version: float = -math.inf
+        """Version of the last line; minus infinity without a line."""
         try:
             self._keep_below(math.inf)
         except BaseException:
@@ -194,17 +195,12 @@ class LineFile(Closing):
 
     def append_encoded(self, version: int, line: bytes) -> None:
         """Write one line that is already encoded and names its version, as `append` does."""
-        if version < self._last_version:
+        if version < self.last_version:
             raise ValueError(
-                f"{self.path}: version {version} cannot follow {self._last_version}: call restart({version}) first"
+                f"{self.path}: version {version} cannot follow {self.last_version}: call restart({version}) first"
             )
         self._file.append(line, b"\n")
-        self._last_version = version
-
-    @property
-    def last_version(self) -> float:
-        """Version of the last line; minus infinity without a line."""
-        return self._last_version
+        self.last_version = version
 
     @property
     def size(self) -> int:
@@ -234,14 +230,14 @@ class LineFile(Closing):
 
     def _keep_below(self, bound: float) -> int:
         kept_bytes = num_dropped = 0
-        self._last_version = -math.inf
+        self.last_version = -math.inf
         for number, line in _whole_lines(self.path):
             version = _decoded(self.path, number, line, _Versioned).version
             if num_dropped or version >= bound:
                 num_dropped += 1
                 continue
             kept_bytes += len(line)
-            self._last_version = version
+            self.last_version = version
         self._file.cut(kept_bytes)
         return num_dropped
 

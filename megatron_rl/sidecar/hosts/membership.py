@@ -161,7 +161,7 @@ class Membership:
         present = {host.name for host in self._hosts.all}
         for place in named.hosts:
             if place.address not in present:
-                self._factory.add_host(self._hosts.add(place, named))
+                self._factory.add_hosts(self._hosts.add(place, named))
                 names = self._engines.add(place.engines)
                 _log.info("host %s joins with %s", place.address, ", ".join(names))
 

@@ -43,17 +43,14 @@ class VllmFactory:
         """Start the processes of an engine; the engine's `start()` waits until they are ready."""
         config = dataclasses.replace(self._config, devices=self._take_devices(name))
         handle = self._launcher.start(make_process_spec(config, name, self._folder / name, self._logs / f"{name}.log"))
-        return self.make_engine(name, handle)
-
-    def make_engine(self, name: str, handle: Handle, host: EngineHost = OWN_HOST) -> VllmEngine:
-        """Make an engine of processes that are starting on a host."""
-        return self._make(name, handle.address, handle, host)
+        return self.make_engine(name, handle.address, handle)
 
     def adopt(self, name: str, address: str) -> VllmEngine:
         """Use an engine that was started elsewhere on this host, given the path of its socket."""
-        return self._make(name, address, None, OWN_HOST)
+        return self.make_engine(name, address, None)
 
-    def _make(self, name: str, address: str, handle: Handle | None, host: EngineHost) -> VllmEngine:
+    def make_engine(self, name: str, address: str, handle: Handle | None, host: EngineHost = OWN_HOST) -> VllmEngine:
+        """Make an engine at an address of a host; without a handle, its processes were started elsewhere."""
         return VllmEngine(
             name,
             address,
