@@ -155,13 +155,11 @@ AwaitAnswer = Callable[[], Awaitable[ProbeAnswer]]
 class Steps:
     """Takes engines through the steps; `current` has each engine's step and the time of its begin."""
 
-    def __init__(
-        self, deadlines: StepDeadlines = StepDeadlines(), recorder: Recorder | None = None, pace: Pace | None = None
-    ) -> None:
+    def __init__(self, deadlines: StepDeadlines = StepDeadlines(), recorder: Recorder | None = None) -> None:
         self.current: dict[str, tuple[str, float]] = {}
         self._deadlines = deadlines
         self._recorder = recorder or Recorder(most=0)
-        self._pace = pace or Pace()
+        self._pace = Pace()
         self._seconds: dict[str, float] = {}
         self._measured: dict[str, float] = {}
         """The seconds of each step on the slowest engine, without its wait for the trainer."""
