@@ -86,7 +86,7 @@ class Members(dict[str, Member]):
 
     async def forget(self, member: Member) -> None:
         del self[member.name]
-        await cancel([member.task, member.check])
+        await cancel(member.task, member.check)
         await member.engine.close()
         self._factory.release(member.name)
 
@@ -94,7 +94,7 @@ class Members(dict[str, Member]):
         """End all places and their engines at the same time."""
         members = list(self.values())
         self.clear()
-        await cancel([task for member in members for task in (member.task, member.check)])
+        await cancel(*(task for member in members for task in (member.task, member.check)))
         await asyncio.gather(*(member.engine.close() for member in members), return_exceptions=True)
         for member in members:
             self._factory.release(member.name)
@@ -148,7 +148,7 @@ class Members(dict[str, Member]):
         return self._factory.create(name) if address is None else self._factory.adopt(name, address)
 
 
-async def cancel(tasks: list[asyncio.Task[None] | None]) -> None:
+async def cancel(*tasks: asyncio.Task[Any] | None) -> None:
     running = [task for task in tasks if task is not None]
     for task in running:
         task.cancel()

@@ -27,6 +27,7 @@ from megatron_rl.sidecar.agent.messages import TIMEOUTS, HostLimits, Timeouts
 from megatron_rl.sidecar.hosts import FLAG, HostList, HostPlace, build_source
 from megatron_rl.sidecar.hosts.factory import HostsFactory, group_hosts
 from megatron_rl.sidecar.hosts.remote import RemoteHost
+from megatron_rl.sidecar.members import cancel
 from megatron_rl.sidecar.redelivery import redeliver
 from megatron_rl.sidecar.supervisor import Supervisor
 from megatron_rl.sidecar.vllm.factory import VllmFactory
@@ -77,9 +78,7 @@ class Hosts:
 
     @staticmethod
     async def _leave(host: RemoteHost, task: "asyncio.Task[None]") -> None:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
+        await cancel(task)
         await host.close()
 
     async def close(self) -> None:
@@ -171,10 +170,7 @@ class Membership:
 
     async def close(self) -> None:
         """End what runs in the background; the hosts stay as they are."""
-        if self._following is not None:
-            self._following.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._following
+        await cancel(self._following)
         await asyncio.gather(*self._ending)
 
     def _begin_to_leave(self, host: RemoteHost) -> None:
