@@ -32,8 +32,6 @@ class SupervisedEngine(Engine, Protocol):
 
 
 class EngineFactory(Protocol):
-    """Makes engines."""
-
     def create(self, name: str) -> SupervisedEngine: ...
 
     def adopt(self, name: str, address: str) -> SupervisedEngine: ...
@@ -109,7 +107,6 @@ class Members(dict[str, Member]):
         self[name].is_leaving = True
 
     def list_engines(self) -> list[SupervisedEngine]:
-        """List the engines of all places."""
         return [member.engine for member in self.values()]
 
     def list_up(self) -> list[Member]:

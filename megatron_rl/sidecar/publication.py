@@ -93,7 +93,6 @@ class Published:
     """The seconds of each step on the slowest engine."""
 
     def build_answer(self) -> wire.PublishAnswer:
-        """Build the answer for the trainer."""
         least = min((proof.report for proof in self.proofs), key=lambda report: report.num_compared, default=None)
         ways = [proof.report.through for proof in self.proofs]
         return wire.PublishAnswer(

@@ -48,8 +48,6 @@ def writing(folder: Path, num_tensors: int, num_writers: int) -> Iterator[None]:
 
 
 class Counter(contextlib.AbstractContextManager["Counter"]):
-    """The counts of one writer."""
-
     def __init__(self, folder: Path, specs: Sequence[TensorSpec], writer: int, num_writers: int):
         self._lines = {name: line for line, name in enumerate(sorted(spec.name for spec in specs))}
         self._counts = dict.fromkeys(self._lines, 0)
@@ -155,8 +153,6 @@ DIGESTS_FILE = "digests.json"
 
 
 class LaidOutFiles(Protocol):
-    """The files of a folder."""
-
     @property
     def sizes(self) -> Mapping[str, int]:
         """The number of bytes of each file."""

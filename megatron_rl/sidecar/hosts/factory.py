@@ -29,8 +29,6 @@ _FIRST_PORT_OF_ENGINES = 2
 
 @dataclasses.dataclass
 class _Room:
-    """Room for one engine."""
-
     hosts: tuple[RemoteHost, ...] = ()
     """The hosts that it is divided over; none for the service's own host."""
     devices: tuple[tuple[int, ...], ...] = ()
@@ -66,7 +64,6 @@ class HostsFactory:
         self._places = [place for place in self._places if host not in place.hosts or place.holder is not None]
 
     def list_engines(self, host: RemoteHost) -> list[str]:
-        """List the engines that have a place on this host."""
         return [place.holder for place in self._places if host in place.hosts and place.holder is not None]
 
     def create(self, name: str) -> VllmEngine:

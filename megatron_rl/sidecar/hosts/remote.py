@@ -59,8 +59,6 @@ class HostLost(MegatronRLError):
 
 
 class HostRefused(MegatronRLError):
-    """A refusal of an agent."""
-
     may_pass = False
     """True if a later attempt may succeed."""
 
