@@ -7,7 +7,7 @@ from megatron_rl.errors import UsageError
 from megatron_rl.sidecar.attempts import Pace
 from megatron_rl.sidecar.engines import EngineHost
 from megatron_rl.sidecar.engines.hosts import OWN_HOST
-from megatron_rl.sidecar.launcher import Handle, Launcher
+from megatron_rl.sidecar.launcher import Handle, LocalLauncher
 from megatron_rl.sidecar.vllm.engine import LEAST_SECONDS, Deadlines, NoteStart, VllmEngine
 from megatron_rl.sidecar.vllm.server import ServerConfig, make_process_spec
 
@@ -19,7 +19,7 @@ class VllmFactory:
         self,
         config: ServerConfig,
         folder: Path,
-        launcher: Launcher,
+        launcher: LocalLauncher,
         devices: tuple[tuple[int, ...], ...] = (),
         deadlines: Deadlines | None = None,
         logs: Path | None = None,
