@@ -149,7 +149,8 @@ class ConfinedPool:
     @contextlib.asynccontextmanager
     async def lend(self, is_alone: bool = False) -> AsyncIterator[ConfinedProcess]:
         """Lend the process that the fewest use; `is_alone`, one that is started for this use and ends after it."""
-        process = await (self._start_alone() if is_alone else self._choose())
+        process = (await self._start())[0] if is_alone else await self._choose()
+        process.is_worn |= is_alone
         process.num_open += 1
         try:
             yield process
@@ -173,11 +174,6 @@ class ConfinedPool:
     def _warn(self, warning: str) -> None:
         self.warnings.append(warning)
         _log.warning("%s", warning)
-
-    async def _start_alone(self) -> ConfinedProcess:
-        process, _ = await self._start()
-        process.is_worn = True
-        return process
 
     async def _choose(self) -> ConfinedProcess:
         """Return the process that the fewest use; start others in the places of those that cannot be used."""

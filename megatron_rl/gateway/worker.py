@@ -39,8 +39,6 @@ _LONGEST_ANSWER = 1 << 20
 
 @dataclasses.dataclass
 class RolloutProcess:
-    """The process of a rollout, as the worker has it."""
-
     call: int | None
     """The number of the call that it has not answered."""
     pid: int

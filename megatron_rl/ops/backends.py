@@ -142,7 +142,6 @@ class Backends(UserDict[str, B]):
         return backend
 
     def find(self, name: str) -> B:
-        """Return the backend with this name."""
         if name in self._others:
             return self._load(self._others, name)
         if name not in self:

@@ -133,7 +133,6 @@ def problems(reward: RewardConfig, is_needed: bool = True) -> Iterator[str]:
 
 
 def read_source(flag: str, file: Path | str) -> str:
-    """Read a file that a flag names."""
     try:
         return Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -186,16 +186,12 @@ class GatewayOpening:
         place = parse_place(config.gateway_listen)
         assert place is not None
         listener = open_listener(*place, GATEWAY_FLAG)
+        agents: Agents
         if config.verifiers is None:
-            address = _find_address(listener)
-            return cls(
-                listener, AgentPool(config, settings, listener.getsockname()[1], address), config.gateway_advises
-            )
-        return cls(
-            listener,
-            VerifiersServer(config.verifiers, config.agent_timeout, config.timeout, config.concurrency),
-            config.gateway_advises,
-        )
+            agents = AgentPool(config, settings, listener.getsockname()[1], _find_address(listener))
+        else:
+            agents = VerifiersServer(config.verifiers, config.agent_timeout, config.timeout, config.concurrency)
+        return cls(listener, agents, config.gateway_advises)
 
     def build(self, chats: Chats, reader: Reader, reads_tools: bool) -> Gateway:
         """Build the gateway; `reads_tools` says that the reader finds calls of tools."""

@@ -289,20 +289,14 @@ def request_turn(
     request: GroupRequest, name: str, tokens: Sequence[int], seed: int, max_tokens: int, after: str | None
 ) -> GroupRequest:
     """Build the request for a turn of a conversation, after these tokens; `name` tells it from others of its group."""
-    sampling = request.sampling
+    fewest = min(request.sampling.min_tokens, max_tokens)
     return dataclasses.replace(
         request,
         request_id=f"{request.request_id}-{name}",
         prompt_tokens=tokens,
         group_size=1,
         seed=seed,
-        sampling=wire.Sampling(
-            max_tokens=max_tokens,
-            temperature=sampling.temperature,
-            stop_token_ids=sampling.stop_token_ids,
-            ignore_eos=sampling.ignore_eos,
-            min_tokens=min(sampling.min_tokens, max_tokens),
-        ),
+        sampling=msgspec.structs.replace(request.sampling, max_tokens=max_tokens, min_tokens=fewest, max_turns=0),
         after=after,
         # It waits for an engine from now on.
         since=None,

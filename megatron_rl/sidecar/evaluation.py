@@ -81,7 +81,6 @@ class EvaluationRun:
         return f"{num_prompts - len(self._groups)} of {num_prompts} groups are not finished"
 
     def status(self) -> dict[str, Any]:
-        """Return the state, for /v1/status."""
         return {
             "version": self.version,
             "failure": self._failure,

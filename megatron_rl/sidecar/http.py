@@ -40,7 +40,6 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 def build_application(service: RolloutService, token: str, shutdown: Callable[[], None]) -> FastAPI:
-    """Build the ASGI application."""
     app = FastAPI(title="megatron_rl rollout service", version=str(wire.WIRE_VERSION), docs_url=None, redoc_url=None)
     app.add_middleware(Guard, token=token)
     app.add_exception_handler(MegatronRLError, _report)

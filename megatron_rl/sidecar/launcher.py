@@ -82,14 +82,6 @@ class Handle(Protocol):
         ...
 
 
-class Launcher(Protocol):
-    """Starts processes."""
-
-    def start(self, spec: ProcessSpec) -> Handle:
-        """Start a process and return at once."""
-        ...
-
-
 class LocalLauncher:
     """Starts processes on this host.
 

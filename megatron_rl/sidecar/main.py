@@ -31,7 +31,7 @@ from megatron_rl.sidecar.hosts import find_secrets
 from megatron_rl.sidecar.http import build_application
 from megatron_rl.sidecar.in_flight.control import Pacer
 from megatron_rl.sidecar.launcher import LocalLauncher
-from megatron_rl.sidecar.members import EngineFactory
+from megatron_rl.sidecar.members import EngineFactory, cancel
 from megatron_rl.sidecar.recorder import RunRecorder, SidecarTrace
 from megatron_rl.sidecar.service import RolloutService
 from megatron_rl.sidecar.serving import find_url, open_listener, serve, set_at_end
@@ -274,9 +274,7 @@ async def _unless(ended: asyncio.Event, action: Coroutine[Any, Any, T]) -> T | N
     await asyncio.wait([task, waiting], return_when=asyncio.FIRST_COMPLETED)
     waiting.cancel()
     if not task.done():
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
+        await cancel(task)
         return None
     return await task
 

@@ -32,8 +32,6 @@ class SupervisedEngine(Engine, Protocol):
 
 
 class EngineFactory(Protocol):
-    """Makes engines."""
-
     def create(self, name: str) -> SupervisedEngine: ...
 
     def adopt(self, name: str, address: str) -> SupervisedEngine: ...
@@ -86,7 +84,7 @@ class Members(dict[str, Member]):
 
     async def forget(self, member: Member) -> None:
         del self[member.name]
-        await cancel([member.task, member.check])
+        await cancel(member.task, member.check)
         await member.engine.close()
         self._factory.release(member.name)
 
@@ -94,7 +92,7 @@ class Members(dict[str, Member]):
         """End all places and their engines at the same time."""
         members = list(self.values())
         self.clear()
-        await cancel([task for member in members for task in (member.task, member.check)])
+        await cancel(*(task for member in members for task in (member.task, member.check)))
         await asyncio.gather(*(member.engine.close() for member in members), return_exceptions=True)
         for member in members:
             self._factory.release(member.name)
@@ -109,7 +107,6 @@ class Members(dict[str, Member]):
         self[name].is_leaving = True
 
     def list_engines(self) -> list[SupervisedEngine]:
-        """List the engines of all places."""
         return [member.engine for member in self.values()]
 
     def list_up(self) -> list[Member]:
@@ -148,7 +145,7 @@ class Members(dict[str, Member]):
         return self._factory.create(name) if address is None else self._factory.adopt(name, address)
 
 
-async def cancel(tasks: list[asyncio.Task[None] | None]) -> None:
+async def cancel(*tasks: asyncio.Task[Any] | None) -> None:
     running = [task for task in tasks if task is not None]
     for task in running:
         task.cancel()

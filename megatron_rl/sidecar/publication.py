@@ -93,20 +93,16 @@ class Published:
     """The seconds of each step on the slowest engine."""
 
     def build_answer(self) -> wire.PublishAnswer:
-        """Build the answer for the trainer."""
         least = min((proof.report for proof in self.proofs), key=lambda report: report.num_compared, default=None)
+        ways = [proof.report.through for proof in self.proofs]
         return wire.PublishAnswer(
             kind=find_coarsest_kind(self.kinds),
             num_compared=0 if least is None else least.num_compared,
             num_parameters=0 if least is None else least.num_parameters,
-            through=_find_common_way([proof.report.through for proof in self.proofs]),
+            # Files if they differ.
+            through=ways[0] if len(set(ways)) == 1 else "files",
             reasons=tuple(dict.fromkeys(reason for proof in self.proofs for reason in proof.report.reasons)),
         )
-
-
-def _find_common_way(ways: Sequence[wire.Way]) -> wire.Way:
-    """Return the way that all engines took; files if they differ."""
-    return ways[0] if len(set(ways)) == 1 else "files"
 
 
 def find_coarsest_kind(kinds: Sequence[EngineKind]) -> EngineKind:
@@ -158,13 +154,11 @@ AwaitAnswer = Callable[[], Awaitable[ProbeAnswer]]
 class Steps:
     """Takes engines through the steps; `current` has each engine's step and the time of its begin."""
 
-    def __init__(
-        self, deadlines: StepDeadlines = StepDeadlines(), recorder: Recorder | None = None, pace: Pace | None = None
-    ) -> None:
+    def __init__(self, deadlines: StepDeadlines = StepDeadlines(), recorder: Recorder | None = None) -> None:
         self.current: dict[str, tuple[str, float]] = {}
         self._deadlines = deadlines
         self._recorder = recorder or Recorder(most=0)
-        self._pace = pace or Pace()
+        self._pace = Pace()
         self._seconds: dict[str, float] = {}
         self._measured: dict[str, float] = {}
         """The seconds of each step on the slowest engine, without its wait for the trainer."""
@@ -377,7 +371,8 @@ def _must_agree(
 ) -> None:
     """Raise StepFailed unless the engines' log-probs of the probe are within a bound of each other's."""
     # An earlier probe of the same weights shows which engine is wrong; two engines alone only differ.
-    known = before if before is not None and _holds(before, weights) else None
+    wanted = weights.version, weights.fingerprint
+    known = before if before and (before.weights.version, before.weights.fingerprint) == wanted else None
     kind = find_coarsest_kind(kinds if known is None else (*kinds, *known.kinds))
     bound = probe.find_agreement(kind) if given is None else given
     errors: dict[str, Exception] = {}
@@ -392,10 +387,6 @@ def _must_agree(
         errors = _find_far(probes, middle, "all engines", weights, bound)
     if errors:
         raise StepFailed(errors)
-
-
-def _holds(before: Published, weights: Weights) -> bool:
-    return (before.weights.version, before.weights.fingerprint) == (weights.version, weights.fingerprint)
 
 
 def _find_far(

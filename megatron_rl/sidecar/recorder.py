@@ -7,7 +7,6 @@ loop appends a constant number of spans a group, and encodes a line when an iter
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -25,12 +24,10 @@ from megatron_rl.sidecar.publication import Proof
 class RunRecorder:
     """The records of one run, in its folder, from which an iteration is restored after a restart."""
 
-    def __init__(
-        self, folder: Path, run: str, retain: int = 2, scoring: str = "", details: dict[str, Any] | None = None
-    ):
+    def __init__(self, folder: Path, run: str, retain: int = 2, scoring: str = ""):
         self._journals = JournalFolder(folder / JOURNALS, retain, scoring=scoring)
         try:
-            self.audit = AuditLog(folder / FILE_NAME, run, details)
+            self.audit = AuditLog(folder / FILE_NAME, run)
         except BaseException:
             self._journals.close()
             raise

@@ -24,6 +24,7 @@ from megatron_rl.sidecar.evaluation import EvaluationRun
 from megatron_rl.sidecar.group_maker import Counters, GroupHolder, GroupMaker, Samplers, Scorer
 from megatron_rl.sidecar.in_flight.control import Pacer
 from megatron_rl.sidecar.iteration import Iteration
+from megatron_rl.sidecar.members import cancel
 from megatron_rl.sidecar.publication import AwaitAnswer, Published
 from megatron_rl.sidecar.recorder import RunRecorder, SidecarTrace
 from megatron_rl.sidecar.supervisor import WeightsNotProven
@@ -458,11 +459,8 @@ class RolloutService:
             self._answer(place)
 
     async def _stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
-            self._task = None
+        await cancel(self._task)
+        self._task = None
 
 
 class _IterationWork:

@@ -73,8 +73,6 @@ MESSAGE_FLAG = "--settings"
 
 @dataclasses.dataclass(frozen=True)
 class SidecarSettings:
-    """The checked settings of a sidecar."""
-
     platform: Literal["auto", "cpu", "cuda", "npu"]
     hf_model: Path | None
     seq_length: int | None

@@ -197,7 +197,7 @@ class Supervisor:
 
     async def close(self) -> None:
         """End every engine that was started here."""
-        await cancel([self._watcher])
+        await cancel(self._watcher)
         await self._members.forget_all()
         self.pool.engines_changed()
 
@@ -299,7 +299,7 @@ class Supervisor:
         async def one(member: Member) -> None:
             try:
                 # A group in flight may have reported the loss before the publish did.
-                await cancel([member.task])
+                await cancel(member.task)
                 await self._members.replace(member, str(failure.errors[member.name]))
                 await member.engine.start()
                 member.started = time.monotonic()

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl.ops.backends import Conditions
 from megatron_rl.ops.log_probs import BACKENDS, VocabularyShard, output_log_probs, triton_fused
-from megatron_rl.ops.log_probs.function import RowStatistics
+from megatron_rl.ops.log_probs.function import RowStatistics, TargetRows
 from tests.kernels.output_layer_contract import *  # noqa: F403 - the tests of every backend
 from tests.kernels.output_layer_contract import BF16, FP16, FP32, Problem
 
@@ -53,7 +53,7 @@ def test_greatest_and_chosen_logits_are_divided_by_the_temperature_with_one_roun
     assert not torch.equal(scaled_NV, torch.nn.functional.linear(hidden_NE, weight_VE).float() * (1 / 0.7))
     statistics = RowStatistics(hidden_NE, with_entropies=False)
     with mock.patch.object(triton_fused, "COLUMNS", 128):
-        triton_fused.add_block(statistics, hidden_NE, weight_VE, targets_N, 0.7)
+        triton_fused.add_block(statistics, TargetRows(hidden_NE, weight_VE), targets_N, 0.7)
     assert torch.equal(statistics.max_N, scaled_NV.amax(dim=1))
     assert torch.equal(statistics.chosen_N, scaled_NV.gather(1, targets_N[:, None])[:, 0])
 

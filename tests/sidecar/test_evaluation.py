@@ -10,7 +10,7 @@ import pytest
 from megatron_rl.errors import InputError
 from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.protocol.client import EvaluationLost, RolloutError
-from megatron_rl.shared.protocol.provenance import derive_evaluation_seed
+from megatron_rl.shared.protocol.provenance import derive_group_seed
 from megatron_rl.shared.records.audit_check import verify
 from megatron_rl.sidecar.engines import EngineState, GroupRequest
 from megatron_rl.sidecar.engines.pool import EnginePool
@@ -49,7 +49,7 @@ async def test_an_evaluation_scores_every_prompt_in_order_with_seeds_of_its_own(
         assert (answer.run, answer.version, answer.fingerprint) == ("run", 0, "weights-0")
         assert [group.prompt for group in answer.groups] == asked.prompts
         for index, group in enumerate(answer.groups):
-            seed = derive_evaluation_seed("run", 0, index)
+            seed = derive_group_seed("run\0evaluation", 0, index)
             assert [response.seed for response in group.responses] == [seed, seed + 1, seed + 2]
             assert [r.reward for r in group.responses] == [len(r.tokens) / 4 for r in group.responses]
     assert memory.events == [("published", 0), ("evaluated", 0)]

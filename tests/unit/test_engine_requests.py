@@ -107,10 +107,10 @@ def test_requests_reach_an_engine_and_return_as_they_are_or_fail_by_name_and_end
             Path(agent.world.launcher.handles[2].address).unlink()
             with pytest.raises(httpx.ReadError, match="the engine gave no answer"):
                 await clients[2].post("/a", extensions=extensions)
-            lease, host._lease = host._lease, "another"
+            lease, host.lease = host.lease, "another"
             with pytest.raises(httpx.ReadError, match="the lease of this host is over"):
                 await clients[0].post("/a", extensions=extensions)
-            host._lease = lease
+            host.lease = lease
             # Without its agent, no request waits for ever.
             await agent.stop()
             with contextlib.suppress(asyncio.CancelledError), pytest.raises(httpx.HTTPError):

@@ -312,15 +312,3 @@ def test_the_requested_number_of_journals_is_kept_and_always_the_current_one(pat
             assert kept() == sorted([1, *range(6 - retain + 1, 6)])
     with pytest.raises(InputError, match="at least 1"):
         JournalFolder(path.parent, retain=0)
-
-
-def test_with_sync_each_record_is_on_the_disk_before_append_returns(path: Path, monkeypatch) -> None:
-    synced = []
-    real = os.fdatasync
-    monkeypatch.setattr(os, "fdatasync", lambda descriptor: synced.append(path.stat().st_size) or real(descriptor))
-    with Journal(path, SUBMISSION, sync=True) as journal:
-        journal.append_group(make_group(SUBMISSION, 4))
-        assert synced[-1] == path.stat().st_size
-        journal.append_claim(CLAIM)
-        assert synced[-1] == path.stat().st_size
-    assert len(synced) == 3

@@ -21,8 +21,6 @@ __all__ = ["BACKENDS", "gated_delta_rule", "prepare"]
 
 
 class RuleBackend(HasRefusal, Protocol):
-    """The functions of a backend."""
-
     def rule(
         self,
         q_TGD: torch.Tensor,

@@ -105,7 +105,6 @@ class Chunks:
 
 
 def prepare(layout: Layout) -> Chunks:
-    """Return the chunks of the layout."""
     return layout.once(Chunks.of)
 
 

@@ -58,7 +58,6 @@ def refusal(conditions: Conditions) -> str | None:
 
 
 def prepare(layout: Layout) -> Calls:
-    """Return the calls for the layout."""
     return layout.once(Calls.of)
 
 

@@ -77,8 +77,6 @@ def output_divergences(
 
 @dataclasses.dataclass(frozen=True)
 class _Distribution:
-    """The distribution of each row."""
-
     rows: TargetRows
     log_sum_2N: torch.Tensor
     """Two numbers to take from logits to make log-probs: the largest one, and the logarithm of the sum beside it.

@@ -42,6 +42,9 @@ class TargetRows:
     hidden_NE: torch.Tensor
     weight_VE: torch.Tensor
 
+    def cut(self, columns: slice) -> "TargetRows":
+        return TargetRows(self.hidden_NE, self.weight_VE[columns])
+
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
@@ -144,22 +147,12 @@ class BlockBackend(HasRefusal, Protocol):
         """Choose the columns of a block of logits in this dtype."""
 
     def add_block(
-        self,
-        statistics: RowStatistics,
-        hidden_NE: torch.Tensor,
-        weight_CE: torch.Tensor,
-        targets_N: torch.Tensor,
-        temperature: float,
+        self, statistics: RowStatistics, rows: TargetRows, targets_N: torch.Tensor, temperature: float
     ) -> None:
         """Add the columns of a block of the weight. Targets outside the block are those of other blocks."""
 
     def differentiate_block(
-        self,
-        factors: GradientFactors,
-        hidden_NE: torch.Tensor,
-        weight_CE: torch.Tensor,
-        targets_N: torch.Tensor,
-        temperature: float,
+        self, factors: GradientFactors, rows: TargetRows, targets_N: torch.Tensor, temperature: float
     ) -> torch.Tensor:
         """Compute the gradient of a block's logits, in the weight's dtype."""
 
@@ -173,7 +166,7 @@ def sum_up(
     """Return the statistics of all ranks' columns."""
     statistics = RowStatistics(rows.hidden_NE, with_entropies)
     for block, targets_N in columns.blocks():
-        backend.add_block(statistics, rows.hidden_NE, rows.weight_VE[block], targets_N, temperature)
+        backend.add_block(statistics, rows.cut(block), targets_N, temperature)
     statistics.reduce(columns.shard)
     return statistics
 
@@ -210,10 +203,11 @@ class LogProbs(torch.autograd.Function):
         weight has a main gradient to add to, that is where its gradient is added instead.
         """
         hidden_NE, weight_VE, max_N, sum_N, entropies_N = ctx.saved_tensors
+        rows = TargetRows(hidden_NE, weight_VE)
         factors = GradientFactors.of(grad, ctx.temperature, max_N, sum_N, entropies_N)
 
         def differentiate(block: slice, targets_N: torch.Tensor) -> torch.Tensor:
-            return ctx.backend.differentiate_block(factors, hidden_NE, weight_VE[block], targets_N, ctx.temperature)
+            return ctx.backend.differentiate_block(factors, rows.cut(block), targets_N, ctx.temperature)
 
         grads = add_block_gradients(
             hidden_NE, weight_VE, ctx.columns, ctx.parameter, ctx.needs_input_grad, differentiate, ctx.backend

@@ -5,7 +5,7 @@ import torch
 from megatron_rl.ops.backends import Conditions
 from megatron_rl.ops.invariant.rows import add_in_pairs, multiply
 from megatron_rl.ops.log_probs import plain
-from megatron_rl.ops.log_probs.function import RowStatistics
+from megatron_rl.ops.log_probs.function import RowStatistics, TargetRows
 
 BLOCK_COLUMNS = 4096
 differentiate_block, add_product = plain.differentiate_block, plain.add_product
@@ -16,16 +16,10 @@ def list_widths(num_columns: int) -> list[int]:
     return sorted({min(BLOCK_COLUMNS, num_columns), num_columns % BLOCK_COLUMNS or BLOCK_COLUMNS})
 
 
-def add_block(
-    statistics: RowStatistics,
-    hidden_NE: torch.Tensor,
-    weight_CE: torch.Tensor,
-    targets_N: torch.Tensor,
-    temperature: float,
-) -> None:
+def add_block(statistics: RowStatistics, rows: TargetRows, targets_N: torch.Tensor, temperature: float) -> None:
     """Add the columns of a block of the weight. Targets outside the block are those of other blocks."""
-    scaled_NC = multiply(hidden_NE, weight_CE).float().div_(temperature)
-    columns_N1, is_here_N1 = plain.find_targets(targets_N, len(weight_CE))
+    scaled_NC = multiply(rows.hidden_NE, rows.weight_VE).float().div_(temperature)
+    columns_N1, is_here_N1 = plain.find_targets(targets_N, len(rows.weight_VE))
     statistics.chosen_N += scaled_NC.gather(1, columns_N1).masked_fill(~is_here_N1, 0.0)[:, 0]
     statistics.num_holders_N += is_here_N1[:, 0]
     _add_logits(statistics, scaled_NC)

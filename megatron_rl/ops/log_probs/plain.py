@@ -3,7 +3,7 @@
 import torch
 
 from megatron_rl.ops.backends import refuse_nothing
-from megatron_rl.ops.log_probs.function import GradientFactors, RowStatistics, find_statistics_dtype
+from megatron_rl.ops.log_probs.function import GradientFactors, RowStatistics, TargetRows, find_statistics_dtype
 
 # A block's logits: 64 MiB in float32.
 _BLOCK_ELEMENTS = 1 << 24
@@ -17,15 +17,9 @@ def choose_block_columns(num_rows: int, dtype: torch.dtype) -> int:
     return max(_LEAST_BLOCK_COLUMNS, _BLOCK_ELEMENTS // max(1, num_rows) // 128 * 128)
 
 
-def add_block(
-    statistics: RowStatistics,
-    hidden_NE: torch.Tensor,
-    weight_CE: torch.Tensor,
-    targets_N: torch.Tensor,
-    temperature: float,
-) -> None:
+def add_block(statistics: RowStatistics, rows: TargetRows, targets_N: torch.Tensor, temperature: float) -> None:
     """Add the columns of a block of the weight. Targets outside the block are those of other blocks."""
-    add_logits(statistics, scale_logits(hidden_NE, weight_CE, temperature), targets_N)
+    add_logits(statistics, scale_logits(rows.hidden_NE, rows.weight_VE, temperature), targets_N)
 
 
 def add_logits(statistics: RowStatistics, scaled_NC: torch.Tensor, targets_N: torch.Tensor) -> None:
@@ -44,15 +38,11 @@ def add_logits(statistics: RowStatistics, scaled_NC: torch.Tensor, targets_N: to
 
 
 def differentiate_block(
-    factors: GradientFactors,
-    hidden_NE: torch.Tensor,
-    weight_CE: torch.Tensor,
-    targets_N: torch.Tensor,
-    temperature: float,
+    factors: GradientFactors, rows: TargetRows, targets_N: torch.Tensor, temperature: float
 ) -> torch.Tensor:
     """Compute the gradient of a block's logits, in the weight's dtype."""
-    scaled_NC = scale_logits(hidden_NE, weight_CE, temperature)
-    return differentiate_logits(factors, scaled_NC.sub_(factors.max_N[:, None]), targets_N).to(weight_CE.dtype)
+    scaled_NC = scale_logits(rows.hidden_NE, rows.weight_VE, temperature)
+    return differentiate_logits(factors, scaled_NC.sub_(factors.max_N[:, None]), targets_N).to(rows.weight_VE.dtype)
 
 
 def differentiate_logits(factors: GradientFactors, grad_NC: torch.Tensor, targets_N: torch.Tensor) -> torch.Tensor:

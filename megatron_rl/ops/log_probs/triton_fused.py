@@ -8,7 +8,7 @@ import torch
 
 from megatron_rl.ops import main_gradients
 from megatron_rl.ops.backends import Conditions
-from megatron_rl.ops.log_probs.function import GradientFactors, RowStatistics
+from megatron_rl.ops.log_probs.function import GradientFactors, RowStatistics, TargetRows
 from megatron_rl.ops.triton_support import launch, refuse_triton
 
 MOST_BLOCK_BYTES = 1 << 29
@@ -35,17 +35,11 @@ def divide_row(num_rows: int, num_columns: int) -> tuple[int, int]:
     return -(-num_steps // steps), steps * COLUMNS
 
 
-def add_block(
-    statistics: RowStatistics,
-    hidden_NE: torch.Tensor,
-    weight_CE: torch.Tensor,
-    targets_N: torch.Tensor,
-    temperature: float,
-) -> None:
+def add_block(statistics: RowStatistics, rows: TargetRows, targets_N: torch.Tensor, temperature: float) -> None:
     """Add the columns of a block of the weight. Targets outside the block are those of other blocks."""
     from megatron_rl.ops.log_probs.triton_kernels import join_kernel, statistics_kernel
 
-    logits_NC = torch.nn.functional.linear(hidden_NE, weight_CE)
+    logits_NC = torch.nn.functional.linear(rows.hidden_NE, rows.weight_VE)
     num_rows, num_columns = logits_NC.shape
     if num_rows == 0:
         return
@@ -68,16 +62,12 @@ def add_block(
 
 
 def differentiate_block(
-    factors: GradientFactors,
-    hidden_NE: torch.Tensor,
-    weight_CE: torch.Tensor,
-    targets_N: torch.Tensor,
-    temperature: float,
+    factors: GradientFactors, rows: TargetRows, targets_N: torch.Tensor, temperature: float
 ) -> torch.Tensor:
     """Compute the gradient of a block's logits, in the weight's dtype."""
     from megatron_rl.ops.log_probs.triton_kernels import gradient_kernel
 
-    logits_NC = torch.nn.functional.linear(hidden_NE, weight_CE)
+    logits_NC = torch.nn.functional.linear(rows.hidden_NE, rows.weight_VE)
     num_rows, num_columns = logits_NC.shape
     if num_rows == 0:
         return logits_NC

@@ -22,8 +22,6 @@ __all__ = ["BACKENDS", "HeadNorms", "make_rotation", "split_heads"]
 
 
 class HeadBackend(HasRefusal, Protocol):
-    """The functions of a backend."""
-
     def split_heads(
         self,
         mixed_TC: torch.Tensor,

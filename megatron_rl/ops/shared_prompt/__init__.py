@@ -84,7 +84,6 @@ def _differentiate(
     grad: torch.Tensor,
     window: int | None,
 ) -> list[torch.Tensor]:
-    """Return the output and the gradients."""
     leaves = [tensor.to(device, dtype).requires_grad_() for tensor in inputs]
     q_THD, k_TGD, v_TGD, *sinks = leaves
     out_THD = BACKENDS.find(name).attention(q_THD, k_TGD, v_TGD, layout, q_THD.shape[-1] ** -0.5, window, *sinks)

@@ -36,8 +36,6 @@ ROUNDED = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Slice(NamedTuple):
-    """A slice of a tensor."""
-
     values_RC: torch.Tensor
     tensor: int
     """The number of the tensor among those that are digested."""

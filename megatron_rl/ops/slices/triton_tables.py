@@ -42,8 +42,6 @@ class Line:
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """The tables of one launch."""
-
     kind: SliceKind
     slices: torch.Tensor
     """int64, (slices, Line.WIDTH)."""

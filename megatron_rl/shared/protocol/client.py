@@ -1,5 +1,6 @@
 """The trainer's client of the rollout service. Every call may be repeated: the second one changes nothing."""
 
+import contextlib
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -44,7 +45,7 @@ _ERRORS: dict[wire.ErrorCode, type[RolloutError]] = {
 """The errors that callers tell apart, by their codes."""
 
 
-class RolloutClient:
+class RolloutClient(contextlib.AbstractContextManager["RolloutClient"]):
     """A rank's client. A sidecar that cannot be reached for `patience` seconds is an error.
 
     Threads may share a client: each call has a connection of its own, so a call that waits delays no other. The lease
@@ -65,9 +66,6 @@ class RolloutClient:
             # A proxy of the environment would be handed the token.
             trust_env=False,
         )
-
-    def __enter__(self) -> "RolloutClient":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._http.close()

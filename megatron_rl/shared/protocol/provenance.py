@@ -24,11 +24,6 @@ def derive_group_seed(run: str, version: int, prompt_index: int) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 2
 
 
-def derive_evaluation_seed(run: str, version: int, prompt_index: int) -> int:
-    """Derive the first seed for a prompt that is only evaluated; it differs from the seeds of training."""
-    return derive_group_seed(f"{run}\0evaluation", version, prompt_index)
-
-
 Assignment = Submission | Evaluation
 """Prompts to sample: those of an iteration or of an evaluation."""
 
@@ -50,9 +45,9 @@ def tag_version(version: int) -> str:
 
 
 def derive_first_seed(assignment: Assignment, prompt_index: int) -> int:
-    """Derive the seed of the first response to a prompt of an iteration or an evaluation."""
-    seed_of = derive_evaluation_seed if isinstance(assignment, Evaluation) else derive_group_seed
-    return seed_of(assignment.run, assignment.version, prompt_index)
+    """Derive the seed of the first response to a prompt; those of evaluations differ from those of training."""
+    run = f"{assignment.run}\0evaluation" if isinstance(assignment, Evaluation) else assignment.run
+    return derive_group_seed(run, assignment.version, prompt_index)
 
 
 def derive_refill_seed(seed: int, num_refills: int) -> int:

@@ -324,7 +324,6 @@ class Weights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def folder(self) -> str:
-        """The folder of the files."""
         assert isinstance(self.source, FileSource)
         return self.source.folder
 

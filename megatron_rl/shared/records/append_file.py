@@ -3,7 +3,7 @@
 The journal, the audit log and the metrics are appended to.
 
 Once `append` has returned, its record survives the death of the process, kill -9 included: the kernel has the bytes.
-It survives a loss of power only with `sync`. A process that dies inside `append` leaves a prefix of the record.
+A loss of power may take it. A process that dies inside `append` leaves a prefix of the record.
 
 A `LineFile` holds JSON lines that each name their version; a resumed run continues it as if it had never stopped:
 
@@ -62,9 +62,8 @@ class Closing:
 class AppendFile(Closing):
     """A file that is open for appending until `close`, locked against other writers, readable by its owner only."""
 
-    def __init__(self, path: Path, sync: bool = False) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self._sync = sync
         self._is_torn = False
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         # Links are not followed. Children do not inherit the file: a child that outlives us would keep the lock.
@@ -77,9 +76,6 @@ class AppendFile(Closing):
             _check_private(path, os.fstat(self._descriptor))
             self._lock()
             self.size = os.fstat(self._descriptor).st_size
-            if sync:
-                os.fsync(self._descriptor)
-                _sync_folder(path.parent)
         except BaseException:
             os.close(self._descriptor)
             raise
@@ -90,8 +86,6 @@ class AppendFile(Closing):
             self.cut(self.size)
         try:
             _write_all(self._descriptor, pieces)
-            if self._sync:
-                os.fdatasync(self._descriptor)
         except OSError as error:
             self._is_torn = True
             with contextlib.suppress(AppendFailed):
@@ -105,8 +99,6 @@ class AppendFile(Closing):
         """Keep the first `size` bytes only."""
         try:
             os.ftruncate(self._descriptor, size)
-            if self._sync:
-                os.fdatasync(self._descriptor)
         except OSError as error:
             raise AppendFailed(f"{self.path} cannot be cut to {size} bytes: {error.strerror}") from None
         self.size = size
@@ -154,14 +146,6 @@ def _write_all(descriptor: int, pieces: Sequence[bytes]) -> None:
             rest = rest[os.write(descriptor, rest) :]
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 _T = TypeVar("_T")
 
 
@@ -182,7 +166,8 @@ class LineFile(Closing):
             raise FileInUse(
                 f"{path} is written by another process: end that run, or name another folder for this one"
             ) from None
-        self._last_version: float = -math.inf
+        self.last_version: float = -math.inf
+        """Version of the last line; minus infinity without a line."""
         try:
             self._keep_below(math.inf)
         except BaseException:
@@ -210,17 +195,12 @@ class LineFile(Closing):
 
     def append_encoded(self, version: int, line: bytes) -> None:
         """Write one line that is already encoded and names its version, as `append` does."""
-        if version < self._last_version:
+        if version < self.last_version:
             raise ValueError(
-                f"{self.path}: version {version} cannot follow {self._last_version}: call restart({version}) first"
+                f"{self.path}: version {version} cannot follow {self.last_version}: call restart({version}) first"
             )
         self._file.append(line, b"\n")
-        self._last_version = version
-
-    @property
-    def last_version(self) -> float:
-        """Version of the last line; minus infinity without a line."""
-        return self._last_version
+        self.last_version = version
 
     @property
     def size(self) -> int:
@@ -250,14 +230,14 @@ class LineFile(Closing):
 
     def _keep_below(self, bound: float) -> int:
         kept_bytes = num_dropped = 0
-        self._last_version = -math.inf
+        self.last_version = -math.inf
         for number, line in _whole_lines(self.path):
             version = _decoded(self.path, number, line, _Versioned).version
             if num_dropped or version >= bound:
                 num_dropped += 1
                 continue
             kept_bytes += len(line)
-            self._last_version = version
+            self.last_version = version
         self._file.cut(kept_bytes)
         return num_dropped
 

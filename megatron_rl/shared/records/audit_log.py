@@ -11,7 +11,6 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -102,25 +101,20 @@ class AuditLog(Closing):
         self,
         path: Path,
         run: str,
-        details: dict[str, Any] | None = None,
-        sync: bool = False,
         clock: Callable[[], float] = time.time,
         max_bytes: int = MAX_BYTES,
     ) -> None:
-        """Open the log at `path`, its first file; no file grows beyond `max_bytes`, except by its first line.
-
-        `details` of the start (versions, flags) are written as they are and must not hold secrets.
-        """
-        self._clock, self._sync, self._max_bytes = clock, sync, max_bytes
+        """Open the log at `path`, its first file; no file grows beyond `max_bytes`, except by its first line."""
+        self._clock, self._max_bytes = clock, max_bytes
         self._seq, self._head = 0, FIRST_PREV
         # The first file stays open as long as the log, whichever file is written to: its lock is the log's.
-        self._first = self._file = AppendFile(path, sync)
+        self._first = self._file = AppendFile(path)
         self._index = 0
         try:
             head = self._first.read(0, min(self._first.size, _READ_BYTES))
             _check_first_line(path, head.partition(b"\n")[0], "resume with that version, or move the log's files away")
             num_bytes_cut = self._continue()
-            self._append(Start(run=run, details=details or {}))
+            self._append(Start(run=run))
             if num_bytes_cut:
                 self._append(Recovered(num_bytes=num_bytes_cut))
         except BaseException:
@@ -267,7 +261,7 @@ class AuditLog(Closing):
 
     def _open(self, index: int) -> None:
         """Continue in file `index`; the first file stays open."""
-        file = AppendFile(name_file(self._first.path, index), self._sync) if index else self._first
+        file = AppendFile(name_file(self._first.path, index)) if index else self._first
         if self._file is not self._first:
             self._file.close()
         self._file, self._index = file, index

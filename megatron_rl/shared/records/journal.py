@@ -2,7 +2,7 @@
 
 Each iteration has one file, `<version>.journal`, in a folder of the run. Invariants:
 
-- an appended record survives a kill -9 of this process, and a loss of power only with `sync`;
+- an appended record survives a kill -9 of this process, and not a loss of power;
 - a record that a kill has torn is cut off at reopening, and reported; any other damage raises JournalDamaged, and the
   audit counts it as a breach;
 - a group is recovered only under the key for which it was sampled and scored: run, fingerprint, version, prompt (index,
@@ -79,7 +79,7 @@ class RecoveredJournal:
 
 
 class JournalFolder(Closing):
-    def __init__(self, folder: Path, retain: int = 2, sync: bool = False, scoring: str = "") -> None:
+    def __init__(self, folder: Path, retain: int = 2, scoring: str = "") -> None:
         """Open the folder; `scoring` describes the rewards: groups that were scored otherwise are not recovered."""
         if retain < 1:
             raise InputError(
@@ -87,7 +87,6 @@ class JournalFolder(Closing):
             )
         self._folder = folder
         self._retain = retain
-        self._sync = sync
         self._scoring = scoring
         make_private_folder(folder)
         self._lock = AppendFile(folder / "lock")
@@ -95,7 +94,7 @@ class JournalFolder(Closing):
     def open(self, submission: Submission) -> "Journal":
         """Open the journal of an iteration, with the records of an earlier process; delete old journals."""
         path = find_journal(self._folder, submission.version)
-        journal = Journal(path, submission, self._sync, self._scoring)
+        journal = Journal(path, submission, self._scoring)
         others = sorted(path for path in self._folder.glob("*.journal") if path != journal.path)
         for path in others[: max(0, len(others) + 1 - self._retain)]:
             path.unlink()
@@ -109,11 +108,11 @@ class JournalFolder(Closing):
 class Journal(Closing):
     """The journal of one iteration, open for appending; `recovered` has the records that it held before."""
 
-    def __init__(self, path: Path, submission: Submission, sync: bool = False, scoring: str = "") -> None:
+    def __init__(self, path: Path, submission: Submission, scoring: str = "") -> None:
         self.path = path
         self._scoring = scoring
         self._submission = submission
-        self._file = AppendFile(path, sync)
+        self._file = AppendFile(path)
         try:
             self.recovered = self._recover()
         except BaseException:

@@ -105,16 +105,13 @@ def read_digests(folder: Path) -> dict[str, list[int]]:
         raise InputError(f"{folder / DIGESTS_FILE} cannot be read: {error}") from None
 
 
-class Writer:
+class Writer(contextlib.AbstractContextManager["Writer"]):
     """One process's access to the files that `create` laid out."""
 
     def __init__(self, folder: Path, plan: FilePlan):
         self._plan = plan
         self._descriptors = {file: os.open(folder / file, os.O_RDWR) for file in plan.sizes}
         self._mapped = {file: map_bytes(folder / file, size) for file, size in plan.sizes.items()}
-
-    def __enter__(self) -> "Writer":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._mapped.clear()
@@ -226,7 +223,7 @@ _NAMED_IN_A_MESSAGE = 3
 _MAX_UNPACKED = 3
 
 
-class Checkpoint:
+class Checkpoint(contextlib.AbstractContextManager["Checkpoint"]):
     """The safetensors files of a folder. A tensor's pages are read when they are used.
 
     Weights in scaled blocks (`stored_forms.py`) are read as their products.
@@ -253,9 +250,6 @@ class Checkpoint:
                     f"{_some(twice)} in more than one file of {self.folder}: keep the files of one checkpoint only"
                 )
             self._file_of |= dict.fromkeys(names, handle)
-
-    def __enter__(self) -> "Checkpoint":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._file_of.clear()

@@ -47,17 +47,12 @@ def writing(folder: Path, num_tensors: int, num_writers: int) -> Iterator[None]:
         os.close(descriptor)
 
 
-class Counter:
-    """The counts of one writer."""
-
+class Counter(contextlib.AbstractContextManager["Counter"]):
     def __init__(self, folder: Path, specs: Sequence[TensorSpec], writer: int, num_writers: int):
         self._lines = {name: line for line, name in enumerate(sorted(spec.name for spec in specs))}
         self._counts = dict.fromkeys(self._lines, 0)
         self._place = (writer, num_writers)
         self._descriptor = os.open(folder / COUNTS_FILE, os.O_WRONLY)
-
-    def __enter__(self) -> "Counter":
-        return self
 
     def __exit__(self, *_: object) -> None:
         os.close(self._descriptor)
@@ -70,7 +65,7 @@ class Counter:
         os.pwrite(self._descriptor, self._counts[name].to_bytes(_NUMBER_BYTES, "little"), offset)
 
 
-class Arrival:
+class Arrival(contextlib.AbstractContextManager["Arrival"]):
     """A reader's view of the counts; a folder without counts is complete."""
 
     def __init__(self, folder: Path, specs: Sequence[TensorSpec], sleep: Callable[[float], None] = time.sleep):
@@ -84,9 +79,6 @@ class Arrival:
         with contextlib.suppress(FileNotFoundError):
             self._descriptor = os.open(folder / COUNTS_FILE, os.O_RDONLY)
             self._line_bytes = os.fstat(self._descriptor).st_size // max(1, len(self._lines))
-
-    def __enter__(self) -> "Arrival":
-        return self
 
     def __exit__(self, *_: object) -> None:
         if self._descriptor is not None:
@@ -161,8 +153,6 @@ DIGESTS_FILE = "digests.json"
 
 
 class LaidOutFiles(Protocol):
-    """The files of a folder."""
-
     @property
     def sizes(self) -> Mapping[str, int]:
         """The number of bytes of each file."""

@@ -66,8 +66,6 @@ class ShardMap:
 
 @dataclasses.dataclass(frozen=True)
 class TensorSpec:
-    """A tensor of the checkpoint."""
-
     name: str
     shape: Shape
     dtype: str

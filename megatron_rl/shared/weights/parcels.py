@@ -87,7 +87,6 @@ class Parcel:
         return strips
 
     def count_bytes(self) -> dict[str, int]:
-        """Count the bytes of each tensor."""
         counts: dict[str, int] = {}
         for part in self.parts:
             counts[part.piece.name] = counts.get(part.piece.name, 0) + part.num_bytes

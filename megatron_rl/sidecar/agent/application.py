@@ -140,13 +140,9 @@ async def _report(_: Request, error: Exception) -> Response:
     assert isinstance(error, MegatronRLError)
     return Response(
         msgspec.json.encode(AgentRefusal(error=str(error))),
-        status_code=_find_status(error),
+        status_code=next(status for kind, status in _STATUS if isinstance(error, kind)),
         media_type="application/json",
     )
-
-
-def _find_status(error: MegatronRLError) -> int:
-    return next(status for kind, status in _STATUS if isinstance(error, kind))
 
 
 # What httpx raises if a server ends, or if its client is closed.

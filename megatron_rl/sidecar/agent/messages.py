@@ -56,16 +56,12 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineStart(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine to start."""
-
     config: ServerConfig
     num_workers: int
     """The processes of all engines of this host. On a CPU they share its cores, if the configuration has no threads."""
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to a start."""
-
     log: str
     """The file of the engine's output, on its host."""
 

@@ -122,8 +122,6 @@ class WeightsPlace(NamedTuple):
 
 
 class EngineHost(Protocol):
-    """A host that engines run on."""
-
     async def answers(self) -> bool:
         """Check whether engines can be started there now."""
         ...

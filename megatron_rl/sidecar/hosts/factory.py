@@ -29,8 +29,6 @@ _FIRST_PORT_OF_ENGINES = 2
 
 @dataclasses.dataclass
 class _Room:
-    """Room for one engine."""
-
     hosts: tuple[RemoteHost, ...] = ()
     """The hosts that it is divided over; none for the service's own host."""
     devices: tuple[tuple[int, ...], ...] = ()
@@ -52,18 +50,20 @@ class HostsFactory:
         self._config = config
         self._places = [_Room() for _ in range(num_own)]
         for members in group_hosts(hosts):
-            self._make_rooms(members)
+            self.add_hosts(*members)
 
-    def add_host(self, host: RemoteHost) -> None:
-        """Make room for the engines of one more host, which runs them alone."""
-        self._make_rooms([host])
+    def add_hosts(self, *hosts: RemoteHost) -> None:
+        """Make room for the engines that hosts run together, each of which has as many devices on every host."""
+        share = self._config.tensor_parallel_size // len(hosts)
+        for number in range(hosts[0].place.engines):
+            part = slice(number * share, (number + 1) * share)
+            self._places.append(_Room(hosts, tuple((host.place.devices or ())[part] for host in hosts), number))
 
     def withdraw_host(self, host: RemoteHost) -> None:
         """Give no further engine a place on this host."""
         self._places = [place for place in self._places if host not in place.hosts or place.holder is not None]
 
     def list_engines(self, host: RemoteHost) -> list[str]:
-        """List the engines that have a place on this host."""
         return [place.holder for place in self._places if host in place.hosts and place.holder is not None]
 
     def create(self, name: str) -> VllmEngine:
@@ -77,8 +77,9 @@ class HostsFactory:
             for rank, host in enumerate(place.hosts)
         ]
         if len(handles) == 1:
-            return self._own.make_engine(name, handles[0], place.hosts[0])
-        return self._own.make_engine(name, HandleOfParts(handles), SpannedHosts(place.hosts))
+            return self._own.make_engine(name, handles[0].address, handles[0], place.hosts[0])
+        whole = HandleOfParts(handles)
+        return self._own.make_engine(name, whole.address, whole, SpannedHosts(place.hosts))
 
     def adopt(self, name: str, address: str) -> VllmEngine:
         """Use an engine that was started on this host by another process, given the path of its socket."""
@@ -109,9 +110,6 @@ class HostsFactory:
             part=part,
         )
 
-    def _make_rooms(self, hosts: Sequence[RemoteHost]) -> None:
-        self._places += _make_rooms(hosts, self._config.tensor_parallel_size)
-
     def _take_place(self, name: str) -> _Room | None:
         """Return the place that the engine has, or else a free one; None if all are taken."""
         for holder in (name, None):
@@ -129,16 +127,6 @@ def group_hosts(hosts: Sequence[RemoteHost]) -> list[list[RemoteHost]]:
         word = host.place.together
         groups.setdefault((word, "" if word else host.name), []).append(host)
     return list(groups.values())
-
-
-def _make_rooms(hosts: Sequence[RemoteHost], size: int) -> list[_Room]:
-    """Divide the devices of hosts over their engines, each of which has as many on every host."""
-    share = size // len(hosts)
-    rooms = []
-    for number in range(hosts[0].place.engines):
-        part = slice(number * share, (number + 1) * share)
-        rooms.append(_Room(tuple(hosts), tuple((host.place.devices or ())[part] for host in hosts), number))
-    return rooms
 
 
 class SpannedHosts:

@@ -27,6 +27,7 @@ from megatron_rl.sidecar.agent.messages import TIMEOUTS, HostLimits, Timeouts
 from megatron_rl.sidecar.hosts import FLAG, HostList, HostPlace, build_source
 from megatron_rl.sidecar.hosts.factory import HostsFactory, group_hosts
 from megatron_rl.sidecar.hosts.remote import RemoteHost
+from megatron_rl.sidecar.members import cancel
 from megatron_rl.sidecar.redelivery import redeliver
 from megatron_rl.sidecar.supervisor import Supervisor
 from megatron_rl.sidecar.vllm.factory import VllmFactory
@@ -77,9 +78,7 @@ class Hosts:
 
     @staticmethod
     async def _leave(host: RemoteHost, task: "asyncio.Task[None]") -> None:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
+        await cancel(task)
         await host.close()
 
     async def close(self) -> None:
@@ -161,7 +160,7 @@ class Membership:
         present = {host.name for host in self._hosts.all}
         for place in named.hosts:
             if place.address not in present:
-                self._factory.add_host(self._hosts.add(place, named))
+                self._factory.add_hosts(self._hosts.add(place, named))
                 names = self._engines.add(place.engines)
                 _log.info("host %s joins with %s", place.address, ", ".join(names))
 
@@ -171,10 +170,7 @@ class Membership:
 
     async def close(self) -> None:
         """End what runs in the background; the hosts stay as they are."""
-        if self._following is not None:
-            self._following.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._following
+        await cancel(self._following)
         await asyncio.gather(*self._ending)
 
     def _begin_to_leave(self, host: RemoteHost) -> None:

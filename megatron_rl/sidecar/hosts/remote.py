@@ -59,8 +59,6 @@ class HostLost(MegatronRLError):
 
 
 class HostRefused(MegatronRLError):
-    """A refusal of an agent."""
-
     may_pass = False
     """True if a later attempt may succeed."""
 
@@ -112,7 +110,8 @@ class RemoteHost:
         """The last version that the trainer did not deliver to it, and the reason."""
         self._request = LeaseRequest(run=run, seconds=timeouts.lease, token=secret)
         self._timeouts = timeouts
-        self._lease = ""
+        self.lease = ""
+        """The name of the lease; empty while there is none."""
         self._shares_folder = False
         """True if its engines load the trainer's folder; known from the first lease on, and kept while it is lost."""
         self._user = 0
@@ -133,20 +132,15 @@ class RemoteHost:
         # An engine may take any time for its answer: its callers have their own deadlines. A link may be cut meanwhile.
         sending = httpx.Timeout(None, connect=timeouts.lost, write=timeouts.lost)
         to_engines = httpx.AsyncClient(base_url=url, transport=self._transport, headers=headers, timeout=sending)
-        self._engine_requests = EngineRequests(to_engines, lambda: self._lease, limits.connects)
+        self._engine_requests = EngineRequests(to_engines, lambda: self.lease, limits.connects)
 
     @property
     def engines(self) -> Collection[str]:
         return self._handles.keys()
 
-    @property
-    def lease(self) -> str:
-        """The name of the lease; empty while there is none."""
-        return self._lease
-
     def find_fault(self) -> str | None:
         """Say why the host's engines cannot work; None while it answers, and for a while before its first answer."""
-        if self._lease:
+        if self.lease:
             return None
         silent = time.monotonic() - self._begun
         refused, is_late = self._refused, silent > self._timeouts.lost
@@ -161,7 +155,7 @@ class RemoteHost:
 
     def describe(self) -> dict[str, Any]:
         return {
-            "state": ("leaving" if self.is_leaving else "up") if self._lease else "lost",
+            "state": ("leaving" if self.is_leaving else "up") if self.lease else "lost",
             "silent_seconds": round(time.monotonic() - self._answered, 1),
             "engines": sorted(self._handles),
             "error": self.find_fault(),
@@ -189,10 +183,10 @@ class RemoteHost:
 
     async def close(self) -> None:
         """End the lease, and with it the host's engines."""
-        if self._lease:
+        if self.lease:
             with contextlib.suppress(HostLost, HostRefused, httpx.HTTPError):
                 await self._send("DELETE", "/v1/lease", timeout=self._timeouts.ending)
-        self._lease = ""
+        self.lease = ""
         await self._http.aclose()
         await self._transport.aclose()
 
@@ -211,14 +205,14 @@ class RemoteHost:
             await asyncio.wait((handle.starting,))
         else:
             handle.starting.cancel()
-        if handle.lease and handle.lease == self._lease:
+        if handle.lease and handle.lease == self.lease:
             with contextlib.suppress(HostLost, HostRefused, httpx.HTTPError):
                 await self._send("DELETE", f"/v1/engines/{handle.name}", timeout=self._timeouts.ending)
 
     async def beat(self) -> None:
         """Renew the lease, and learn what became of the engines."""
         async with self._beating:
-            lease = self._lease
+            lease = self.lease
             handles = {name: handle for name, handle in self._handles.items() if handle.is_started}
             needed = {name: list(handle.needed) for name, handle in handles.items() if handle.needed}
             num_lines = {name: handle.num_lines for name, handle in handles.items()}
@@ -230,7 +224,7 @@ class RemoteHost:
                 if _is_refused(error):
                     self._lose("its agent has ended, and its engines with it")
                 raise
-            if self._lease != lease:
+            if self.lease != lease:
                 return
             self._answered = time.monotonic()
             if self._version == version:
@@ -241,7 +235,7 @@ class RemoteHost:
                     handle.take(pulse.engines.get(name))
 
     async def answers(self) -> bool:
-        if not self._lease:
+        if not self.lease:
             return False
         try:
             await self.beat()
@@ -320,7 +314,7 @@ class RemoteHost:
 
     async def _take_lease(self) -> None:
         welcome = await self._ask("POST", "/v1/lease", Welcome, self._request, timeout=self._timeouts.ending)
-        self._lease, self._user, self.port = welcome.lease, welcome.user, welcome.port
+        self.lease, self._user, self.port = welcome.lease, welcome.user, welcome.port
         self._shares_folder = welcome.port is None
         self._answered = time.monotonic()
         self._fault, self._refused = "", None
@@ -330,7 +324,7 @@ class RemoteHost:
 
     async def _keep_lease(self) -> None:
         """Beat until the host is lost."""
-        while self._lease:
+        while self.lease:
             await asyncio.sleep(self._limits.find_pause(self._timeouts.beat))
             try:
                 await self.beat()
@@ -342,10 +336,10 @@ class RemoteHost:
                 raise HostLost(str(refusal)) from None
 
     def _lose(self, reason: str) -> None:
-        if not self._lease:
+        if not self.lease:
             return
         self._fault = f"its host {self.name} is lost: {reason}"
-        self._lease, self.port = "", None
+        self.lease, self.port = "", None
         self._back.clear()
         self.on_changed()
         _log.warning("host %s is lost: %s; it is asked again until it answers", self.name, reason)
@@ -355,7 +349,7 @@ class RemoteHost:
             await self._back.wait()
             async with self._limits.connects:
                 # The host may have been lost meanwhile.
-                handle.lease = self._lease
+                handle.lease = self.lease
                 if handle.lease:
                     await self._ask_to_start(handle, start)
 
@@ -385,7 +379,7 @@ class RemoteHost:
             method,
             route,
             content=content,
-            headers={LEASE_HEADER: self._lease},
+            headers={LEASE_HEADER: self.lease},
             timeout=httpx.Timeout(timeout or connect, connect=connect),
         )
         if answer.is_success:

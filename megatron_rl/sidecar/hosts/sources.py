@@ -340,9 +340,9 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-async def await_agents(hosts: HostList, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+async def await_agents(hosts: HostList, seconds: float) -> None:
     tls = None if hosts.tls_ca is None else ssl.create_default_context(cafile=hosts.tls_ca)
-    begun = said = clock()
+    begun = said = time.monotonic()
     silent = {place.address: "" for place in hosts.hosts}
     # A proxy of the environment is not asked for the run's hosts.
     async with httpx.AsyncClient(verify=tls or False, timeout=_ANSWER_SECONDS, trust_env=False) as client:
@@ -359,15 +359,15 @@ async def await_agents(hosts: HostList, seconds: float, clock: Callable[[], floa
             silent = {address: error for address, error in zip(silent, found, strict=True) if error}
             if not silent:
                 return
-            waited = clock() - begun
+            waited = time.monotonic() - begun
             named = ", ".join(f"{address} ({error})" for address, error in silent.items())
             if waited > seconds:
                 raise AgentsMissing(
                     f"{len(silent)} of {len(hosts.hosts)} agents do not answer after {waited:.0f} s: {named}: see what "
                     "they have printed, or raise --rollout-start-minutes"
                 )
-            if clock() - said > _NEWS_SECONDS:
-                said = clock()
+            if time.monotonic() - said > _NEWS_SECONDS:
+                said = time.monotonic()
                 _log.info(
                     "waiting for %d of %d agents, %.0f s so far: %s", len(silent), len(hosts.hosts), waited, named
                 )

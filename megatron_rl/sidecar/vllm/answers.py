@@ -20,8 +20,6 @@ from megatron_rl.sidecar.vllm.routes import CUT, AdaptersName, GroupAnswer, Grou
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """The limits of an engine."""
-
     max_model_len: int
     max_num_seqs: int
     vocab_size: int

@@ -6,7 +6,6 @@ process that the engine needs has ended or is stopped, or the server takes no ot
 """
 
 import asyncio
-import contextlib
 import json
 import logging
 import re
@@ -28,6 +27,7 @@ from megatron_rl.sidecar.engines import (
 )
 from megatron_rl.sidecar.engines.hosts import STEP
 from megatron_rl.sidecar.launcher import Handle
+from megatron_rl.sidecar.members import cancel
 from megatron_rl.sidecar.vllm.routes import WORKERS, WorkersCall
 from megatron_rl.sidecar.vllm.server_log import find_cause
 
@@ -71,10 +71,7 @@ class Connection:
 
     async def close(self) -> None:
         """Stop watching the processes, and end all requests."""
-        if self._watching is not None:
-            self._watching.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._watching
+        await cancel(self._watching)
         self._lose("it was closed")
         await self._http.aclose()
 

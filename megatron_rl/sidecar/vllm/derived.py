@@ -123,10 +123,6 @@ def _define_whole(layer: Any, weight_NK: torch.Tensor) -> Held:
     return quantize_whole(weight_NK, _find_of_all(_find_largest(weight_NK).reshape(1), is_divided), _find_dtype())
 
 
-def _define_blocks(layer: Any, weight_NK: torch.Tensor) -> Held:
-    return quantize_blocks(weight_NK, _find_dtype())
-
-
 def _divides_columns(layer: Any) -> bool:
     return bool(layer.input_size != layer.input_size_per_partition)
 
@@ -150,7 +146,7 @@ def _find_dtype() -> torch.dtype:
 _DEFINITIONS: dict[str, Callable[[Any, torch.Tensor], Held]] = {
     "Fp8PtpcOnlineLinearMethod": _define_rows,
     "Fp8PerTensorOnlineLinearMethod": _define_whole,
-    "Fp8PerBlockOnlineLinearMethod": _define_blocks,
+    "Fp8PerBlockOnlineLinearMethod": lambda _, weight_NK: quantize_blocks(weight_NK, _find_dtype()),
 }
 """The definitions of vLLM's methods, by the names of their classes."""
 

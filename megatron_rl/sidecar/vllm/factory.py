@@ -7,7 +7,7 @@ from megatron_rl.errors import UsageError
 from megatron_rl.sidecar.attempts import Pace
 from megatron_rl.sidecar.engines import EngineHost
 from megatron_rl.sidecar.engines.hosts import OWN_HOST
-from megatron_rl.sidecar.launcher import Handle, Launcher
+from megatron_rl.sidecar.launcher import Handle, LocalLauncher
 from megatron_rl.sidecar.vllm.engine import LEAST_SECONDS, Deadlines, NoteStart, VllmEngine
 from megatron_rl.sidecar.vllm.server import ServerConfig, make_process_spec
 
@@ -19,7 +19,7 @@ class VllmFactory:
         self,
         config: ServerConfig,
         folder: Path,
-        launcher: Launcher,
+        launcher: LocalLauncher,
         devices: tuple[tuple[int, ...], ...] = (),
         deadlines: Deadlines | None = None,
         logs: Path | None = None,
@@ -43,17 +43,14 @@ class VllmFactory:
         """Start the processes of an engine; the engine's `start()` waits until they are ready."""
         config = dataclasses.replace(self._config, devices=self._take_devices(name))
         handle = self._launcher.start(make_process_spec(config, name, self._folder / name, self._logs / f"{name}.log"))
-        return self.make_engine(name, handle)
-
-    def make_engine(self, name: str, handle: Handle, host: EngineHost = OWN_HOST) -> VllmEngine:
-        """Make an engine of processes that are starting on a host."""
-        return self._make(name, handle.address, handle, host)
+        return self.make_engine(name, handle.address, handle)
 
     def adopt(self, name: str, address: str) -> VllmEngine:
         """Use an engine that was started elsewhere on this host, given the path of its socket."""
-        return self._make(name, address, None, OWN_HOST)
+        return self.make_engine(name, address, None)
 
-    def _make(self, name: str, address: str, handle: Handle | None, host: EngineHost) -> VllmEngine:
+    def make_engine(self, name: str, address: str, handle: Handle | None, host: EngineHost = OWN_HOST) -> VllmEngine:
+        """Make an engine at an address of a host; without a handle, its processes were started elsewhere."""
         return VllmEngine(
             name,
             address,

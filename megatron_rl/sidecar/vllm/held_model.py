@@ -253,7 +253,6 @@ class HeldModel:
         return bool(tensors)
 
     def replace_weights(self, tensors: Weights, is_in_place: bool) -> Record:
-        """Replace all weights of the model."""
         self._fingerprint = ""
         self.forget_base()
         with self._loading():

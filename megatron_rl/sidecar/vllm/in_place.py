@@ -94,8 +94,8 @@ def describe(found: Iterable[tuple[Collection[str], str]]) -> list[str]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Part:
-    """A rectangle of a tensor, and the rows of a parameter that hold it."""
+class HeldPiece:
+    """A rectangle of a tensor, and the memory that holds it: rows of a parameter, or the trainer's."""
 
     rectangle: Rectangle
     held_RC: torch.Tensor
@@ -105,13 +105,13 @@ class Places:
     """The places of tensors in a model's parameters, to copy them to."""
 
     def __init__(self, model: torch.nn.Module, order: Order) -> None:
-        self._parts: dict[str, list[_Part]] = {}
+        self._parts: dict[str, list[HeldPiece]] = {}
         parameters = dict(model.named_parameters())
         for name, rows in order.rows.items():
             # A view: `find_obstacles` refuses parameters that are not one piece.
             held_RC = as_matrix(name, parameters[name])
             for tensor, part, place in zip(rows.tensors, rows.rectangles, rows.places, strict=True):
-                self._parts.setdefault(tensor, []).append(_Part(part, held_RC[place]))
+                self._parts.setdefault(tensor, []).append(HeldPiece(part, held_RC[place]))
         self._device = next(iter(parameters.values())).device
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
@@ -150,7 +150,7 @@ def _cut(matrix_RC: torch.Tensor, place: Rectangle, part: Rectangle) -> torch.Te
     return matrix_RC[row : row + part.num_rows, column : column + part.num_columns]
 
 
-def _copy(part: _Part, tensor_RC: torch.Tensor) -> None:
+def _copy(part: HeldPiece, tensor_RC: torch.Tensor) -> None:
     (first_row, first_column, num_rows, num_columns), held_RC = part.rectangle, part.held_RC
     given_RC = tensor_RC[first_row : first_row + num_rows]
     columns = slice(first_column, first_column + num_columns)
@@ -169,19 +169,11 @@ _Key = tuple[str, int, int, MemoryHandle]
 
 
 @dataclasses.dataclass(frozen=True)
-class OpenedPiece:
-    """A rectangle of a tensor, as a view of the trainer's memory."""
-
-    place: Rectangle
-    values_RC: torch.Tensor
-
-
-@dataclasses.dataclass(frozen=True)
 class OpenedOffer:
     """The tensors of an offer, each with the pieces that cover it."""
 
     specs: tuple[TensorSpec, ...]
-    pieces: Mapping[str, Sequence[OpenedPiece]]
+    pieces: Mapping[str, Sequence[HeldPiece]]
 
 
 class OpenedMemory:
@@ -216,13 +208,13 @@ class OpenedMemory:
         self._kept = {key: memory for key, memory in self._kept.items() if key in named}
         others = offer.other_dtypes
         specs = tuple(TensorSpec(name, shape, others.get(name, offer.dtype)) for name, shape in offer.tensors)
-        pieces: dict[str, list[OpenedPiece]] = {spec.name: [] for spec in specs}
+        pieces: dict[str, list[HeldPiece]] = {spec.name: [] for spec in specs}
         for rank, memory in zip(offer.ranks, memories, strict=True):
             for piece in rank.pieces:
                 place = Rectangle(piece.first_row, piece.first_column, piece.num_rows, piece.num_columns)
                 spec = specs[piece.tensor]
-                values_RC = _view(memory[piece.memory].view(DTYPES[spec.dtype]), piece)
-                pieces[spec.name].append(OpenedPiece(place, values_RC))
+                held_RC = _view(memory[piece.memory].view(DTYPES[spec.dtype]), piece)
+                pieces[spec.name].append(HeldPiece(place, held_RC))
         _must_cover(specs, pieces)
         opened = OpenedOffer(specs, pieces)
         self._last = unnamed, opened
@@ -236,7 +228,7 @@ class OpenedMemory:
                 move
                 for name, pieces in opened.pieces.items()
                 for piece in pieces
-                for move in places.list_moves(name, piece.place, piece.values_RC)
+                for move in places.list_moves(name, piece.rectangle, piece.held_RC)
             ]
             self._copied, self._addresses, self._mover = opened, addresses, build_slice_mover(moves)
         self._mover.move()
@@ -258,8 +250,8 @@ def _view(memory: torch.Tensor, piece: OfferedPiece) -> torch.Tensor:
     return memory.as_strided((piece.num_rows, piece.num_columns), (piece.pitch, 1), piece.first_element)
 
 
-def _must_cover(specs: Sequence[TensorSpec], pieces: Mapping[str, Sequence[OpenedPiece]]) -> None:
+def _must_cover(specs: Sequence[TensorSpec], pieces: Mapping[str, Sequence[HeldPiece]]) -> None:
     """Raise unless pieces have as many elements as their tensors; that these are the right ones is proved later."""
-    counts = {name: sum(piece.values_RC.numel() for piece in of_tensor) for name, of_tensor in pieces.items()}
+    counts = {name: sum(piece.held_RC.numel() for piece in of_tensor) for name, of_tensor in pieces.items()}
     if wrong := sorted(spec.name for spec in specs if counts[spec.name] != spec.num_elements):
         raise InputError(f"the pieces that are offered do not cover {len(wrong)} tensors: {', '.join(wrong[:_NAMED])}")

@@ -58,16 +58,15 @@ def keep_weights() -> None:
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
-    for method, choose in ((UnquantizedLinearMethod, _choose_product), (UnquantizedEmbeddingMethod, _choose_logits)):
+    for method, choose in (
+        (UnquantizedLinearMethod, lambda _: rows.multiply),
+        (UnquantizedEmbeddingMethod, _choose_logits),
+    ):
 
         def process_weights_after_loading(_: Any, layer: Any, choose: Any = choose) -> None:
             layer.cpu_linear = choose(layer)
 
         method.process_weights_after_loading = process_weights_after_loading
-
-
-def _choose_product(_: Any) -> Callable[..., torch.Tensor]:
-    return rows.multiply
 
 
 def _choose_logits(layer: Any) -> Callable[..., torch.Tensor]:

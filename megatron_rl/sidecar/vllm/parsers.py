@@ -55,7 +55,6 @@ class TurnParser:
         """True for turns that are read without special tokens, by whether there are tools."""
 
     def parse(self, tokens: Sequence[int], tools: Sequence[Any]) -> dict[str, Any]:
-        """Parse a turn."""
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
         content: dict[str, Any] = {"messages": [{"role": "user", "content": "?"}], "model": ""}

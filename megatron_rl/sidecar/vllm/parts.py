@@ -35,7 +35,6 @@ class EnginePart:
 
 
 def list_flags(part: EnginePart) -> list[str]:
-    """List the flags of vLLM for a part."""
     flags = [
         "--distributed-executor-backend", "mp",
         "--nnodes", str(part.num_parts),

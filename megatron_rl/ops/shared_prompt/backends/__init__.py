@@ -11,8 +11,6 @@ from megatron_rl.ops.shared_prompt.layout import Layout
 
 
 class AttentionBackend(HasRefusal, Protocol):
-    """The functions of a backend."""
-
     def attention(
         self,
         q_THD: torch.Tensor,

@@ -175,5 +175,4 @@ def find_kernels(device: str) -> Kernels:
 
 
 def _list_rows(ranges: list[Rows]) -> torch.Tensor:
-    """List the rows of the ranges, range after range."""
     return torch.from_numpy(np.concatenate([np.arange(*rows) for rows in ranges]))

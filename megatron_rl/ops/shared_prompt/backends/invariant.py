@@ -28,7 +28,6 @@ class InvariantFlash:
 
     @classmethod
     def of(cls, layout: Layout) -> "InvariantFlash":
-        """Make the tables."""
         starts = layout.starts.tolist()
         paths: list[np.ndarray] = []
         for segment, parent in enumerate(layout.parents):
@@ -67,7 +66,6 @@ def refusal(conditions: Conditions) -> str | None:
 
 
 def prepare(layout: Layout, device: torch.device, window: int | None = None) -> InvariantFlash:
-    """Return the tables of the layout."""
     return layout.once(InvariantFlash.of)
 
 

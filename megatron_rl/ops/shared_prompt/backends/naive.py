@@ -24,7 +24,6 @@ class MaskTables:
 
     @classmethod
     def of(cls, layout: Layout) -> "MaskTables":
-        """Make the tables."""
         arrays = (layout.segment_of_token, layout.positions, layout.ancestors)
         return cls(*(torch.from_numpy(array) for array in arrays))
 

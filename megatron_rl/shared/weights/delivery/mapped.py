@@ -18,8 +18,6 @@ BLOCK_BYTES = 1 << 20
 
 
 class MappedFiles:
-    """The files of one folder."""
-
     def __init__(self, folder: Path, files: Sequence[File], is_written: bool = False):
         self._files = files
         self._bytes = [_map(folder / file.name, file.num_bytes, is_written) for file in files]

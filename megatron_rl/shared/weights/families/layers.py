@@ -69,7 +69,6 @@ def read_linear(config: Mapping[str, Any]) -> LinearAttention:
 
 
 def write_linear(one: LinearAttention, num_layers: int) -> dict[str, Any]:
-    """Write the keys of linear layers."""
     config = {key: getattr(one, field) for field, (key, _) in LINEAR_KEYS.items()}
     return {**config, "layer_types": _list_types(one.full_interval, num_layers)}
 

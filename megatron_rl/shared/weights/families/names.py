@@ -25,8 +25,6 @@ class Split(enum.Enum):
 
 
 class Layers(enum.Enum):
-    """The layers that have a parameter."""
-
     ALL = "all layers"
     DENSE = "layers with an MLP"
     SPARSE = "layers with experts"

@@ -30,9 +30,9 @@ def read_positive(config: Mapping[str, Any], key: str) -> float:
     return float(value)
 
 
-def read_boolean(config: Mapping[str, Any], key: str, default: bool = False) -> bool:
+def read_boolean(config: Mapping[str, Any], key: str) -> bool:
     """Return true or false."""
-    value = config.get(key, default)
+    value = config.get(key, False)
     if not isinstance(value, bool):
         raise InputError(f"{key} = {value!r} in config.json must be true or false")
     return value
