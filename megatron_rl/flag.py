@@ -23,6 +23,7 @@ BOUNDS: Mapping[str, tuple[Callable[[float], bool], str]] = {
     "at least 1": (lambda number: number >= 1, "write 1 or more"),
     "above 0": (lambda number: number > 0, "write more than 0"),
     "above 1": (lambda number: number > 1, "write more than 1"),
+    "finite and above 0": (lambda number: 0 < number < math.inf, "write more than 0"),
     "finite and at least 0": (lambda number: 0 <= number < math.inf, "write 0 or more"),
     "a finite duration above 0": (lambda number: 0 < number < math.inf, "write one that is"),
     "at least 0 and below 1": (lambda number: 0 <= number < 1, "write a number in that range"),

@@ -266,10 +266,13 @@ class PreferenceObjective:
         pairs = Pairs(beyond_S[::2], beyond_S[1::2], lengths_S[::2], lengths_S[1::2])
         total = self._preference.compute(pairs, self.config).sum()
         with torch.no_grad():
+            chosen_P, rejected_P = pairs.chosen_P, pairs.rejected_P
+            if not self._preference.has_reference:
+                chosen_P, rejected_P = chosen_P / pairs.chosen_lengths_P, rejected_P / pairs.rejected_lengths_P
             measured = {
-                "chosen": self.config.beta * pairs.chosen_P,
-                "rejected": self.config.beta * pairs.rejected_P,
-                "accuracy": (pairs.margin_P if self._preference.has_reference else pairs.mean_margin_P) > 0,
+                "chosen": self.config.beta * chosen_P,
+                "rejected": self.config.beta * rejected_P,
+                "accuracy": chosen_P > rejected_P,
                 "log_prob.chosen": policy_S[::2],
                 "log_prob.rejected": policy_S[1::2],
             }

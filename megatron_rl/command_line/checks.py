@@ -419,13 +419,13 @@ def _check_stage(settings: DraftSettings) -> Iterator[str]:
     """Yield each written flag that only other stages have."""
     # A flag such as --algorithm sets several fields.
     needed = {
-        settings.sources.get(target, ""): " or ".join(_STAGES[stage] for stage in stages)
+        settings.sources.get(target, ""): ", or ".join(_STAGES[stage] for stage in stages)
         for target, stages in _find_readers().items()
         if settings.run.stage not in stages
     }
     for source, stage in needed.items():
         if source.startswith("--"):
-            yield f"{source} needs {stage}: write that, or drop {source.partition(' ')[0]}"
+            yield f"{source} needs {stage}: write it, or drop {source.partition(' ')[0]}"
 
 
 def _check_preference(settings: DraftSettings) -> Iterator[str]:
@@ -433,7 +433,8 @@ def _check_preference(settings: DraftSettings) -> Iterator[str]:
     config = settings.preference
     for flag, field in zip(derive_flags(type(config), "preference"), dataclasses.fields(config), strict=True):
         source = settings.sources.get(f"preference.{field.name}", "")
-        if field.name in ("loss", "beta") or field.name in PREFERENCES[config.loss].reads or source[:2] != "--":
+        reads = ("loss", "beta", *PREFERENCES[config.loss].reads)
+        if field.name in reads or getattr(config, field.name) == field.default:
             continue
         names = " or ".join(name for name, one in PREFERENCES.items() if field.name in one.reads)
         yield f"{source} has no effect with --dpo-loss-type {config.loss}: drop it, or write {flag.name} with {names}"

@@ -137,12 +137,17 @@ class Derivation:
             self._given["sampling.max_tokens"] = Given(half, f"half of {whole.source}", whole.name)
             self._note(f"--rollout-max-tokens is half of {whole.source}: {half}")
 
+    def _look_up_longest(self) -> int | None:
+        """Return the most tokens of what --seq-length bounds; a pair has two such sequences, whose prompt is shared."""
+        length: int | None = self._look_up("training.seq_length")
+        return 2 * length if length is not None and self._look_up("run.stage") == "dpo" else length
+
     def settle_micro_batch(self, world_size: int | None, is_shared: bool) -> None:
         """Make micro-batches as large as --max-tokens-per-gpu allows."""
         budget = self._given.get("training.max_tokens_per_gpu")
         if budget is None or "training.micro_batch_size" in self._given:
             return
-        whole = self._look_up("training.seq_length")
+        whole = self._look_up_longest()
         if whole is None:
             return
         prompt, response = self._settle_longest(whole)
@@ -168,7 +173,7 @@ class Derivation:
 
         `cheap` are the modules that are computed again if memory is short, unless a flag decides what is.
         """
-        whole = self._look_up("training.seq_length")
+        whole = self._look_up_longest()
         if whole is None or "training.max_tokens_per_gpu" in self._given:
             return
         group, replicas = self._look_up("algorithm.group_size"), self._count_replicas(world_size)
@@ -196,7 +201,7 @@ class Derivation:
             self._note(pack_size.describe_recomputation())
         if given is None:
             self._given["training.micro_batch_size"] = Given(pack.size.responses, source)
-            self._note(pack_size.describe_pack(pack, device, room, group))
+            self._note(pack_size.describe_pack(pack, device, room, group, self._look_up("run.stage")))
 
     def settle_engines(self, num_ranks: int, architecture: Architecture | None) -> None:
         """Start an engine for each core if ranks occupy all cores: each core then has work while the ranks wait.

@@ -91,13 +91,13 @@ def _choose_largest(sizes: Sequence[Size], rank: RankMemory, room: int) -> Chose
     return dataclasses.replace(min(packs, key=lambda pack: pack.size.responses), fits=False)
 
 
-def describe_pack(pack: Chosen, device: int, room: int, group_size: int) -> str:
+def describe_pack(pack: Chosen, device: int, room: int, group_size: int, stage: str) -> str:
     """Describe the choice in a line, with the parts of a rank's memory."""
     responses, taken = pack.size.responses, pack.taken
     if responses < group_size:
         what = f"a part of a group, {responses} of {group_size} responses"
-    elif group_size == 1:
-        what = f"{responses} demonstrations"
+    elif stage != "grpo":
+        what = f"{responses} {'pairs' if stage == 'dpo' else 'demonstrations'}"
     else:
         what = "a group" if responses == group_size else f"{responses // group_size} groups"
     parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in vars(taken).items() if size >= GIB / 20)

@@ -150,7 +150,7 @@ def _read(argv: Sequence[str] | None, device: int | None = None) -> _Reading:
 def _make_parser(known: Sequence[Flag]) -> FlagParser:
     return make_parser(
         "pretrain_grpo.py",
-        "Trains on rewards or demonstrations under Megatron's flags. "
+        "Trains on rewards, demonstrations or preferences under Megatron's flags. "
         f"{find_docs() or 'docs'}/flags.md lists them by subject.",
         known,
     )

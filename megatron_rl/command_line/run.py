@@ -176,7 +176,7 @@ def _resolve_demonstrations(settings: DraftSettings, num_replicas: int | None) -
     if training.global_batch_size is None:
         problems.append(f"--global-batch-size is missing: write the {items} of an update")
     if training.seq_length is None:
-        problems.append(f"--seq-length is missing: write the most tokens of {items[:-1]}")
+        problems.append("--seq-length is missing: write the most tokens of a sequence")
     if training.global_batch_size is None or training.seq_length is None:
         return None, problems
     uneven = [*check_division(settings, num_replicas or 1)]
@@ -190,7 +190,8 @@ def _resolve_demonstrations(settings: DraftSettings, num_replicas: int | None) -
         num_updates=1,
         order="prompt",
     )
-    sizes = Sizes(divide(plan), 0, training.seq_length, True, find_pack_multiple(settings))
+    longest = training.seq_length * (2 if settings.run.stage == "dpo" else 1)
+    sizes = Sizes(divide(plan), 0, longest, True, find_pack_multiple(settings))
     most = settings.loop.max_tokens_per_microbatch
     if most is not None and sizes.largest_micro_batch > most:
         problems.append(
@@ -261,8 +262,8 @@ def _check_reference(settings: DraftSettings) -> Iterator[str]:
 
 def _check_ref_model(settings: DraftSettings) -> Iterator[str]:
     folder = settings.algorithm.ref_model
-    if folder is not None and not folder.is_dir():
-        yield f"--grpo-ref-model {folder} must be a folder: write one in Hugging Face's format"
+    if folder is not None and not (folder / "config.json").is_file():
+        yield f"--grpo-ref-model {folder} must be a folder in Hugging Face's format, with config.json: write one"
 
 
 def _check_offload(settings: DraftSettings, division: Division) -> Iterator[str]:

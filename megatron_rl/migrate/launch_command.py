@@ -117,7 +117,8 @@ def read_program(text: str, script: Path) -> dict[str, str]:
             elif key in _DATA:
                 settings[key] = _find_rows(tree, keyword.value)
             elif key not in _OBJECTS:
-                settings[key] = ast.unparse(keyword.value)
+                text = ast.unparse(keyword.value)
+                settings[key] = f"<{text}>" if key == "ref_model" else text
     return settings
 
 

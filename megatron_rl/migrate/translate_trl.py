@@ -49,6 +49,7 @@ def translate_trl(given: Mapping[str, str], script: object) -> Translation:
     table = read_table("trl")
     known = {*table["defaults"], *table["settings"], *table["unsaid"].split(), "reward_funcs", "dataset_name", TEACHER}
     is_dpo = given.get(STAGE) == "dpo"
+    given = {key: value for key, value in given.items() if key != STAGE}
     if known.isdisjoint(given):
         raise InputError(
             f"{script} has no setting of TRL's GRPOConfig: write a script of slime, Megatron-LM, verl or TRL"
@@ -74,11 +75,13 @@ def translate_trl(given: Mapping[str, str], script: object) -> Translation:
     _write_intervals(theirs, to, num_updates)
     _write_rewards(theirs, to)
     _write_data(theirs, to)
-    engines = theirs.text("vllm_mode") if theirs.is_on("use_vllm") else ""
     carry_settings(table, theirs, to)
     if is_dpo:
+        to.ranks = theirs.count("num_processes") or 1
         others = {*list_others()["dpo"]}
         to.words = {name: words for name, words in to.words.items() if others.isdisjoint(index_flags()[name].targets)}
+        return to
+    engines = theirs.text("vllm_mode") if theirs.is_on("use_vllm") else ""
     _place(theirs.count("num_processes") or 1, engines, to)
     return to
 
@@ -197,15 +200,21 @@ def _write_preferences(theirs: TheirSettings, to: Translation) -> None:
         )
     to.write_unless_default("--dpo-beta", theirs.text("beta"))
     if theirs.number("label_smoothing"):
-        to.changed.append(f"label_smoothing = {theirs.text('label_smoothing')}: TRL's {kinds[0]} does not read it")
+        to.changed.append(
+            f"label_smoothing = {theirs.text('label_smoothing')}: TRL's losses of these names do not read it"
+        )
     if theirs.text("max_length"):
         to.write("--seq-length", theirs.text("max_length"))
         to.changed.append(
-            f"max_length = {theirs.text('max_length')}: TRL cuts longer sequences, this package leaves out pairs whose "
-            "prompt and two responses have more tokens together"
+            f"max_length = {theirs.text('max_length')}: TRL cuts longer sequences, this package leaves out the pair"
         )
-    if theirs.text("ref_model"):
-        to.write("--grpo-ref-model", theirs.text("ref_model"))
+    reference = theirs.text("ref_model")
+    if reference.startswith("<"):
+        to.changed.append(
+            f"ref_model = {reference[1:-1]}: write --grpo-ref-model and its folder, unless it is that of --hf-model"
+        )
+    elif reference:
+        to.write("--grpo-ref-model", reference)
     for key, (value, meaning) in _FIXED.items():
         if key in theirs.given and theirs.text(key).lower() != value:
             to.changed.append(f"{key} = {theirs.text(key)}: {meaning}")

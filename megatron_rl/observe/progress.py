@@ -314,6 +314,9 @@ def _remarks(metrics: Mapping[str, Any]) -> list[str]:
     held_out = number_at(metrics, "evaluation", "loss")
     if held_out is not None:
         remarks.append(f"held-out loss {held_out:.3f}")
+    accuracy, margin = (number_at(metrics, "evaluation", name) for name in ("accuracy", "margin"))
+    if accuracy is not None and margin is not None:
+        remarks.append(f"accuracy {accuracy:.3f} margin {margin:.3f}")
     all_equal = number_at(metrics, "reward", "all_equal_groups")
     if all_equal:
         remarks.append(f"groups of equal rewards {all_equal:.0f}")

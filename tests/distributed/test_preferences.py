@@ -3,6 +3,7 @@
 Letters: P pairs.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,6 +24,7 @@ pytestmark = pytest.mark.each_change
 BETA = 0.3
 NAMES = ("TP2+SP", "PP2", "PP2xVPP2", "DP2+overlap", "EP2")
 FLAGS = {name: LAYOUTS[name] for name in NAMES} | {"CP2, overlapped": f"{CP2} {OVERLAPPED}"}
+ROUTED = "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01"
 OTHERS = {
     "ipo": "dpo --dpo-loss-type ipo", "simpo": "dpo --dpo-loss-type simpo --dpo-margin 0.2",
     "hinge": "dpo --dpo-loss-type hinge", "smoothed": "dpo --dpo-label-smoothing 0.1",
@@ -69,9 +71,13 @@ def computed(folders: dict[str, Path]) -> dict[str, list[Seen]]:
         reference = "" if "simpo" in stage else f"--grpo-ref-model {folders[f'{name} as reference']}"
         return Trial(folders[name], FLAGS[layout], ROWS, HELD_OUT, f"{stage} --dpo-beta {BETA} {reference}")
 
-    trials = {name: trial(name, "dpo") for name in FLAGS} | {
-        name: trial("PP2", words) for name, words in OTHERS.items()
-    }
+    # An evaluation has no gradients, for which router losses are weighed.
+    routed = dataclasses.replace(trial("EP2", "dpo"), layout=f"{FLAGS['EP2']} {ROUTED}")
+    trials = (
+        {"router losses": routed}
+        | {name: trial(name, "dpo") for name in FLAGS}
+        | {name: trial("PP2", words) for name, words in OTHERS.items()}
+    )
     return run_ranks(run_trials, 2, trials)[0]
 
 
@@ -152,6 +158,12 @@ def test_a_reference_in_host_memory_changes_no_bit(computed) -> None:
     for ours, other in zip(computed["offloaded"], computed["PP2"], strict=True):
         assert ours.metrics == other.metrics
         assert all(torch.equal(value, other.gradients[name]) for name, value in ours.gradients.items())
+
+
+def test_router_losses_are_trained_on_and_not_evaluated(computed) -> None:
+    ours, other = computed["router losses"][0], computed["EP2"][0]
+    assert ours.evaluation == other.evaluation
+    assert any((ours.gradients[name] != value).any() for name, value in other.gradients.items())
 
 
 def test_metrics_tell_which_response_the_policy_prefers(computed) -> None:

@@ -40,6 +40,9 @@ ANSWERS = [chat("n2", first="assistant"), chat("n3 n4", first="assistant")]
     ({"prompt": chat("n1"), "chosen": " n2 ", "rejected": " n3 n4 "}, {}),
     ({"prompt": " n1 ", "chosen": " n2 ", "rejected": " n3 n4 "}, {"chat": True}),
     ({"chosen": chat("n1", "n2"), "rejected": chat("n1", "n3 n4")}, {}),
+    ({"prompt": None, "chosen": chat("n1", "n2"), "rejected": chat("n1", "n3 n4")}, {}),
+    ({"prompt": chat("n1"), "chosen": chat("n1", "n2"), "rejected": chat("n1", "n3 n4")}, {}),
+    ({"prompt": chat("n1"), "chosen": ANSWERS[0], "rejected": " n3 n4 "}, {}),
     (
         {"question": chat("n1"), "good": " n2 ", "bad": " n3 n4 "},
         {"prompt_key": "question", "chosen_key": "good", "rejected_key": "bad"},
@@ -75,8 +78,10 @@ def test_text_has_the_tokens_of_a_demonstration(model, tmp_path):
     ({"prompt": "n1", "chosen": "n2", "rejected": ""}, "has an empty rejected response"),
     ({"chosen": "n2", "rejected": "n3"}, "has no column prompt"),
     ({"prompt": "n1", "chosen": 3, "rejected": "n3"}, "has a number as its chosen response"),
-    ({"chosen": chat("n1", "n2"), "rejected": chat("n1", "n2", "n3", "n4")}, "has 0 messages after the prompt"),
-    ({"chosen": chat("n1", "n2", "n3", "n4"), "rejected": chat("n1", "n5", "n3", "n4")}, "has 3 messages after the"),
+    ({"chosen": chat("n1", "n2"), "rejected": chat("n1", "n2", "n3", "n4")}, "has a response of 0 messages after the"),
+    ({"chosen": chat("n1", "n2", "n3", "n4"), "rejected": chat("n1", "n5", "n3", "n4")}, "has a response of 3 messages"),
+    ({"prompt": "n1", "chosen": chat("n1", "n2"), "rejected": chat("n1", "n3")}, "has a response of 2 messages after"),
+    ({"chosen": ANSWERS[0], "rejected": ANSWERS[1]}, "has no prompt, and two chats that share no first message"),
 ])  # fmt: skip
 def test_a_row_that_is_no_pair_is_an_error_that_names_it(model, tmp_path, row, message):
     path = write_rows(tmp_path / "a.jsonl", row)
@@ -89,9 +94,9 @@ def test_pairs_that_are_too_long_are_left_out_and_counted(model, tmp_path):
         {"prompt": "n1", "chosen": "n2", "rejected": "n3"},
         {"prompt": "n1 n2 n3", "chosen": "n4 n5", "rejected": "n3"},
     ]
-    source = load(model, write_rows(tmp_path / "a.jsonl", *rows), longest=6)
+    source = load(model, write_rows(tmp_path / "a.jsonl", *rows), longest=4)
     assert len(source.take(1)) == source.num_rows == 1
-    assert "1 of 2 pairs of --prompts is longer than --seq-length 6 and left out" in source.notes[0]
+    assert "1 of 2 pairs of --prompts is longer than --seq-length 4 and left out" in source.notes[0]
     with pytest.raises(InputError, match="all 2 pairs are longer than --seq-length 3"):
         load(model, tmp_path / "a.jsonl", longest=3)
 
@@ -104,7 +109,7 @@ def base(tmp_path: Path) -> list[str]:
 def test_a_run_of_pairs_needs_neither_engines_nor_a_reward(base):
     settings = parse_run(*base, world_size=4)
     assert settings.sidecar is None
-    assert (settings.sizes.division.slots_per_update, settings.sizes.largest_micro_batch) == (2, 2 * 128)
+    assert (settings.sizes.division.slots_per_update, settings.sizes.largest_micro_batch) == (2, 2 * 2 * 128)
 
 
 @pytest.mark.parametrize(("words", "message"), [
@@ -126,3 +131,13 @@ def test_a_flag_of_two_stages_names_both(base):
     assert "needs --stage grpo, which samples responses or --stage dpo, which reads pairs" in error(
         *words, "--frozen-offload"
     )
+
+
+def test_a_default_that_is_written_is_no_error(base):
+    parse_run(*base, "--dpo-loss-type", "hinge", "--dpo-label-smoothing", "0.0")
+
+
+def test_the_tools_of_a_chat_reach_its_template(model, tmp_path):
+    row = {"prompt": chat("n1"), "chosen": " n2 ", "rejected": " n3 ", "tools": [{"type": "function"}]}
+    with pytest.raises(InputError, match="has a column tools that is not OpenAI's list of functions"):
+        load(model, write_rows(tmp_path / "a.jsonl", row))

@@ -117,12 +117,17 @@ def test_trls_preferences_have_their_loss_and_sample_nothing(tmp_path: Path) -> 
     assert {name: found.words.get(name) for name in expected} == expected
     assert not any(name.startswith(("--rollout", "--grpo-group", "--reward")) for name in found.words)
     assert is_named("max_length = 1024: ", found.changed)
+    assert not is_named("trl_stage", found.changed)
+    loaded = translate_text(tmp_path, "train.py", program.replace("'other'", "load(x)"))
+    assert "--grpo-ref-model" not in loaded.words
+    assert is_named("ref_model = load(x): ", loaded.changed)
 
 
 def test_the_command_of_trls_dpo_is_known_and_what_it_cannot_do_is_named(tmp_path: Path) -> None:
-    script = "trl dpo --model_name_or_path m --f_divergence_type js_divergence --loss_type sigmoid sft\n"
+    script = "accelerate launch --num_processes 4 dpo.py --model_name_or_path m --f_divergence_type js_divergence --loss_type sigmoid sft\n"
     found = translate_text(tmp_path, "run.sh", script)
-    assert found.words["--stage"] == ["dpo"]
+    assert (found.words["--stage"], found.ranks) == (["dpo"], 4)
+    assert translate_text(tmp_path, "run.sh", "trl dpo --model_name_or_path m").words["--stage"] == ["dpo"]
     assert is_named("f_divergence_type = js_divergence: ", found.changed)
     assert is_named("loss_type = sigmoid sft is not known here: ", [*found.missing])
 

@@ -20,7 +20,7 @@ class PreferenceConfig:
     loss: Literal["sigmoid", "hinge", "ipo", "simpo"] = own_flag(
         "sigmoid", "The loss of a pair; docs/algorithms.md has the formulas.", "--dpo-loss-type"
     )
-    beta: float = own_flag(0.1, "The papers' beta, which weighs log-probs.", "--dpo-beta", bound="above 0")
+    beta: float = own_flag(0.1, "The papers' beta, which weighs log-probs.", "--dpo-beta", bound="finite and above 0")
     smoothing: float = own_flag(
         0.0,
         "The probability that the other response of a pair should have been preferred, for `sigmoid` and `simpo`.",

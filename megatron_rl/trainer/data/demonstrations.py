@@ -48,6 +48,11 @@ class Demonstration:
     def num_tokens(self) -> int:
         return sum(len(turn) for turns in self.sequences for turn in turns)
 
+    @property
+    def length(self) -> int:
+        """Return the number of tokens that --seq-length bounds."""
+        return self.num_tokens
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pair(Demonstration):
@@ -64,6 +69,10 @@ class Pair(Demonstration):
     @property
     def num_tokens(self) -> int:
         return len(self.prompt) + sum(map(len, self.responses))
+
+    @property
+    def length(self) -> int:
+        return len(self.prompt) + max(map(len, self.responses))
 
 
 class DemonstrationSource(RowSource[Demonstration]):
@@ -120,7 +129,7 @@ def _fitting(
     tokenized, kind = tokenize(rows, tokenizer), "demonstrations"
     if any(row.rejected is not None for row in rows):
         tokenized, kind = tokenize_pairs(rows, tokenizer), "pairs"
-    fitting = [one for one in tokenized if one.num_tokens <= longest]
+    fitting = [one for one in tokenized if one.length <= longest]
     num_left_out = len(rows) - len(fitting)
     if not fitting:
         raise InputError(f"{flag}: all {len(rows)} {kind} are longer than --seq-length {longest}; raise it")

@@ -21,6 +21,8 @@ _PARQUET_ROWS_AT_A_TIME = 4096
 
 ASSISTANT = "assistant"
 """The role of the messages that a model writes."""
+TOOLS = "tools"
+"""The column of a chat's tools."""
 
 # Later code, rewards included, handles columns by recursion.
 _DEEPEST = 100
@@ -170,7 +172,7 @@ def _demonstration(path: Path, name: str, line: int, content: JSON, config: Data
         )  # fmt: skip
     if messages in content:
         prompt, answer = _divided_chat(path, line, content[messages])
-        return Row(f"{name}:{line}", path, line, prompt, {}, answer)
+        return Row(f"{name}:{line}", path, line, prompt, _keep_tools(content), answer)
     remedy = "name it with --completion-key, or a chat's with --messages-key"
     _require(path, line, content, completion, remedy, is_first)
     _require(path, line, content, config.prompt_key, "name the prompt's with --prompt-key", is_first)
@@ -180,33 +182,45 @@ def _demonstration(path: Path, name: str, line: int, content: JSON, config: Data
         raise _error(
             path, line, f"has no message of the {ASSISTANT} in its completion; write one, or leave the row out"
         )
-    return Row(f"{name}:{line}", path, line, given, {}, follows)
+    return Row(f"{name}:{line}", path, line, given, _keep_tools(content), follows)
 
 
 def _pair(path: Path, name: str, line: int, content: JSON, config: DataConfig, is_first: bool) -> Row:
     flags = {config.chosen_key: "--chosen-key", config.rejected_key: "--rejected-key"}
     for key, flag in flags.items():
         _require(path, line, content, key, f"name it with {flag}", is_first)
-    chosen, rejected = (_checked_text(path, line, content[key], f"{key} response") for key in flags)
-    if chosen == rejected:
+    responses = [_checked_text(path, line, content[key], f"{key} response") for key in flags]
+    if responses[0] == responses[1]:
         raise _error(path, line, f"has the same text in {' and '.join(flags)}: nothing is preferred; leave the row out")
-    if config.prompt_key in content:
-        prompt = _checked_text(path, line, content[config.prompt_key], "prompt")
-    elif isinstance(chosen, str) or isinstance(rejected, str):
-        _require(path, line, content, config.prompt_key, "name the prompt's with --prompt-key", is_first)
+    chats = [response for response in responses if not isinstance(response, str)]
+    if (given := content.get(config.prompt_key)) is not None:
+        prompt = _checked_text(path, line, given, "prompt")
+        if not isinstance(prompt, str) and all(chat[: len(prompt)] == prompt for chat in chats):
+            chats = [chat[len(prompt) :] for chat in chats]
     else:
-        same = [one == other for one, other in zip(chosen, rejected, strict=False)]
+        if len(chats) < 2:
+            _require(path, line, {}, config.prompt_key, "name the prompt's with --prompt-key", is_first)
+        same = [one == other for one, other in zip(*chats, strict=False)]
         first = [*same, False].index(False)
-        prompt, chosen, rejected = chosen[:first], chosen[first:], rejected[first:]
-    for key, response in zip(flags, (chosen, rejected), strict=True):
-        if not isinstance(response, str) and [message["role"] for message in response] != [ASSISTANT]:
+        if first == 0:
+            raise _error(path, line, "has no prompt, and two chats that share no first message; write the prompt")
+        prompt, chats = chats[0][:first], [chat[first:] for chat in chats]
+    for chat in chats:
+        if [message["role"] for message in chat] != [ASSISTANT]:
             raise _error(
                 path,
                 line,
-                f"has {len(response)} messages after the prompt in {key}, and needs one, of the {ASSISTANT}: write "
-                "what the responses share into the prompt, or leave the row out",
+                f"has a response of {len(chat)} messages after the prompt, and needs one, of the {ASSISTANT}: write "
+                "whole chats without a prompt (--prompt-key names another column), or leave the row out",
             )
-    return Row(f"{name}:{line}", path, line, prompt, {}, chosen, rejected)
+    rest = iter(chats)
+    chosen, rejected = (response if isinstance(response, str) else next(rest) for response in responses)
+    return Row(f"{name}:{line}", path, line, prompt, _keep_tools(content), chosen, rejected)
+
+
+def _keep_tools(content: JSON) -> JSON:
+    """Return the column that a chat template writes into the prompt; others are not read."""
+    return {TOOLS: content[TOOLS]} if content.get(TOOLS) else {}
 
 
 def _divided_chat(path: Path, line: int, value: object) -> tuple[list[JSON], list[JSON]]:

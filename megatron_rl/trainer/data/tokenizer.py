@@ -15,12 +15,10 @@ from megatron_rl.shared.chat import ChatWriter
 from megatron_rl.shared.protocol.wire import JSON, Prompt, encode_tokens
 from megatron_rl.shared.weights.end_tokens import read_end_tokens
 from megatron_rl.shared.weights.families import find_image_tokens
-from megatron_rl.trainer.data.prompt_files import ASSISTANT, Row
+from megatron_rl.trainer.data.prompt_files import ASSISTANT, TOOLS, Row
 
 _ROWS_AT_A_TIME = 1024
 
-TOOLS = "tools"
-"""The column with the tools of a chat, which its template writes into the prompt."""
 
 # A marker for an answer, which no template writes by itself.
 _ANSWER = "megatronrl0answer"

@@ -79,6 +79,7 @@ def check_inputs(settings: RunSettings) -> CheckedInputs:
     check_loaded_schedule(settings, settings.num_updates)
     _check_continuation(settings)
     notes = _compare_loaded(settings)
+    notes += _note_reference(settings)
     finished = describe_finished(settings)
     if finished is not None:
         notes.append(finished)
@@ -139,13 +140,13 @@ def _check_tokens(settings: Settings, prompts: PromptSource) -> None:
 
 
 def _load_demonstrations(settings: RunSettings) -> "DemonstrationSource":
-    assert settings.model.hf_model is not None
+    assert settings.model.hf_model is not None and settings.training.seq_length is not None
     loaded: DemonstrationSource = importlib.import_module(_DEMONSTRATIONS).load_demonstrations(
         settings.data,
         settings.model.hf_model,
         settings.run.stage,
         seed=settings.training.seed,
-        longest=settings.sizes.longest_response,
+        longest=settings.training.seq_length,
         vocab_size=settings.architecture.vocab_size,
     )
     return loaded
@@ -225,6 +226,17 @@ def _compare_loaded(settings: Settings) -> list[str]:
     if changes := list_changes(kept.objective, describe_objective(settings)):
         notes.append(f"{source} was trained with another objective; from here on: {', '.join(changes)}")
     return notes
+
+
+def _note_reference(settings: RunSettings) -> list[str]:
+    """Note that pairs are compared with other weights than training begins with."""
+    begun = settings.checkpoint.load if settings.checkpoint.finetune else settings.lora.load
+    if settings.run.stage != "dpo" or begun is None or settings.algorithm.ref_model is not None:
+        return []
+    return [
+        f"training begins with the weights of {begun}, and the reference is --hf-model {settings.model.hf_model}: to "
+        "compare with the first weights, write the Hugging Face folder that --save-hf made of them as --hf-model"
+    ]
 
 
 def _check_continuation(settings: RunSettings) -> None:

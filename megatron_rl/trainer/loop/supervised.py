@@ -336,7 +336,7 @@ def build_supervised(
     task: Task = Imitation()
     if settings.run.stage == "dpo":
         task = importlib.import_module(_PREFERENCES).Comparison.build(
-            settings.preference, settings.sizes.longest_response, policy, others
+            settings.preference, settings.training.seq_length, policy, others
         )
     log = open_log(rank, start.version)
     packer = build_packer(settings, DeviceCopier(session.platform), lambda: log.timeline.span("pack"))

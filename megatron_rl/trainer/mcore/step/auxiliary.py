@@ -19,7 +19,7 @@ def weigh_losses(output: torch.Tensor, share: float, config: TransformerConfig) 
     is never interleaved with another one, even with recomputation. The schedule sets its own factor in the forward
     pass, the same for all micro-batches.
     """
-    if not (config.moe_aux_loss_coeff or config.moe_z_loss_coeff):
+    if not (config.moe_aux_loss_coeff or config.moe_z_loss_coeff) or not output.requires_grad:
         return
     # The gradient buffers divide by this number.
     replicas = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
