@@ -81,7 +81,8 @@ def ledger(argv: list[str]) -> int:
     arguments = parser.parse_args(argv)
     accounts = compute_ledger(_read_last(arguments))
     if arguments.json:
-        print(json.dumps({account.name: _record(account) for account in accounts}))
+        values = [(one.name, {"wall": one.wall, "seconds": one.seconds, "details": one.details}) for one in accounts]
+        print(json.dumps(dict(values)))
     else:
         print("\n".join(_describe_ledger(accounts)))
     return ExitCode.OK
@@ -209,10 +210,6 @@ def _describe_ledger(accounts: Sequence[Account]) -> Iterator[str]:
         for account in of_kind:
             shares = "".join(f"{account.share(cause):>12.1%}" for cause in causes)
             yield f"{account.name:<12}{account.wall:>10.2f}{shares}"
-
-
-def _record(account: Account) -> dict[str, object]:
-    return {"wall": account.wall, "seconds": account.seconds, "details": account.details}
 
 
 def _check_report(arguments: argparse.Namespace) -> None:

@@ -274,6 +274,7 @@ def _measure(trace: Trace, version: int, responses_apart: int) -> Costs:
     def spend(*causes: str) -> float:
         return statistics.fmean(sum(rank.seconds[cause] for cause in causes) for rank in ranks)
 
+    of_ranks = [{span.number for span in rank.spans if span.lane == COMPUTE} for rank in one.ranks]
     computing, schedule, wall = spend("busy"), spend("bubble"), statistics.fmean(rank.wall for rank in ranks)
     return Costs(
         iteration=wall,
@@ -282,16 +283,11 @@ def _measure(trace: Trace, version: int, responses_apart: int) -> Costs:
         first=spend("first"),
         computing=computing,
         schedule=schedule,
-        micro_batch=computing * num_stages / _count_micro_batches(one),
+        micro_batch=computing * num_stages / statistics.fmean(map(len, of_ranks)),
         serial=wall - computing - schedule - spend(*WAITS),
         num_parts=len({span.number for span in sampled}) * responses_apart,
         parts_at_once=max(1, capacity // responses_of_part),
     )
-
-
-def _count_micro_batches(trace: Trace) -> float:
-    """Return the micro-batches of a rank, in the mean."""
-    return statistics.fmean(len({span.number for span in rank.spans if span.lane == COMPUTE}) for rank in trace.ranks)
 
 
 def _average(measured: Sequence[Costs]) -> Costs:

@@ -276,10 +276,12 @@ def _is_training(span: Span) -> bool:
 
 
 def _explain_metrics(records: _Records) -> Iterator[Finding]:
-    equal = _share(records, ("reward", "all_equal_groups"), ("groups",))
+    later = records[len(records) // 2 :]
+    num_groups = sum(_values(later, "groups"))
+    equal = sum(_values(later, "reward", "all_equal_groups")) / num_groups if num_groups else 0.0
     # A teacher has a signal wherever it differs from the policy, and a critic where rewards are not as it expects.
     has_other = any("teacher_kl" in record or "critic" in record for record in records)
-    if equal is not None and equal > WITHOUT_SIGNAL and not has_other:
+    if equal > WITHOUT_SIGNAL and not has_other:
         yield Finding(
             "no signal", equal, WITHOUT_SIGNAL,
             f"no signal: in {equal:.0%} of groups all responses get the same reward, above {WITHOUT_SIGNAL:.0%}: "
@@ -361,13 +363,6 @@ def _ends(values: Sequence[float]) -> tuple[float, float] | None:
         return None
     count = len(values) // 4
     return statistics.median(values[:count]), statistics.median(values[-count:])
-
-
-def _share(records: _Records, part: Sequence[str], whole: Sequence[str]) -> float | None:
-    """Return the share of the part in the whole, over the second half of the run."""
-    later = records[len(records) // 2 :]
-    total = sum(_values(later, *whole))
-    return sum(_values(later, *part)) / total if total else None
 
 
 # Runs that are too short to judge.

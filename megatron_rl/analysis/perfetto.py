@@ -31,7 +31,10 @@ def convert(trace: Trace) -> dict[str, Any]:
 def _of_process(process: Process, number: int, start: float) -> Iterator[Event]:
     lanes: dict[str, list[Span]] = {}
     for span in process.spans:
-        lanes.setdefault(_lane(span), []).append(span)
+        # Groups have a lane for each engine and for each other step.
+        is_group = span.lane == GROUPS
+        lane = f"{GROUPS}: {span.details.get('engine', span.name)}" if is_group else span.lane
+        lanes.setdefault(lane, []).append(span)
     known = [lane for lane in _ORDER if lane in lanes]
     threads = [*known, *sorted(lane for lane in lanes if lane not in known)]
     thread = 0
@@ -48,11 +51,6 @@ def _of_process(process: Process, number: int, start: float) -> Iterator[Event]:
             for span in spans:
                 yield _event(span, number, thread, start)
     yield from _counters(lanes, number, start)
-
-
-def _lane(span: Span) -> str:
-    """Name the lane that shows a span; groups have one for each engine and for each other step."""
-    return span.lane if span.lane != GROUPS else f"{GROUPS}: {span.details.get('engine', span.name)}"
 
 
 def _event(span: Span, number: int, thread: int, start: float) -> Event:

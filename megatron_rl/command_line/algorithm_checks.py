@@ -83,7 +83,10 @@ def check_algorithm(settings: DraftSettings) -> Iterator[str]:
         )
     if algorithm.name == "opd" and algorithm.teacher is None:
         yield "--algorithm opd needs --teacher: write the folder of the model that teaches"
-    yield from _check_names_of_teachers(algorithm.teacher or ())
+    words = algorithm.teacher or ()
+    models = name_teachers(words)
+    if len(models) < len(words) or ("teacher" in models and len(models) > 1):
+        yield f"--teacher {' '.join(words)}: several need a name each, none of them twice; write NAME=FOLDER for each"
     if algorithm.teacher is not None and algorithm.opd_divergence != "sampled" and settings.loop.tri_model != "fused":
         yield (
             f"--opd-divergence {algorithm.opd_divergence} and --tri-model {settings.loop.tri_model} cannot be given "
@@ -133,12 +136,6 @@ def _check_critic(settings: DraftSettings) -> Iterator[str]:
         )
 
 
-def _check_names_of_teachers(words: Sequence[str]) -> Iterator[str]:
-    models = name_teachers(words)
-    if len(models) < len(words) or ("teacher" in models and len(models) > 1):
-        yield f"--teacher {' '.join(words)}: several need a name each, none of them twice; write NAME=FOLDER for each"
-
-
 def _list_loss_needs(loss: str) -> Iterator[tuple[str, str, bool]]:
     """Yield each setting that only some losses read, those losses, and whether this loss is one of them.
 
@@ -173,7 +170,7 @@ def _check_advantage(settings: DraftSettings) -> Iterator[str]:
             f"--grpo-turn-credit compares turns within a group, and {said} does more: write another advantage, or drop "
             "--grpo-turn-credit"
         )
-    if advantage.name == "none" and algorithm.name != "opd" and not any(_list_other_terms(settings)):
+    if advantage.name == "none" and algorithm.name != "opd" and not any(list_other_terms(settings)):
         yield f"{said} leaves no gradient: add --teacher, or write another advantage"
     if advantage.takes_components:
         if settings.environment.has_turns:
@@ -203,13 +200,20 @@ def _check_advantage(settings: DraftSettings) -> Iterator[str]:
                 )
 
 
-def _list_other_terms(settings: DraftSettings) -> tuple[bool, ...]:
-    """List for each term beside the advantages whether the loss has it."""
-    algorithm, config = settings.algorithm, settings.transformer
+def list_other_terms(settings: DraftSettings) -> Iterator[str]:
+    """Yield the terms of the loss that have a gradient without advantages."""
+    algorithm = settings.algorithm
     has_experts = settings.architecture is not None and settings.architecture.experts is not None
-    of_routers = has_experts and bool(config.moe_aux_loss_coeff or config.moe_z_loss_coeff)
-    has_model = algorithm.teacher is not None or bool(algorithm.roles)
-    return has_model, algorithm.kl_beta > 0, algorithm.entropy_coef > 0, of_routers
+    if algorithm.kl_beta:
+        yield "the divergence from the reference (--grpo-kl-beta)"
+    if algorithm.teacher is not None:
+        yield "the divergence from the teacher (--teacher)"
+    if algorithm.roles:
+        yield "a role from a file (--grpo-role)"
+    if algorithm.entropy_coef:
+        yield "the entropy (--grpo-entropy-coef)"
+    if has_experts and (settings.transformer.moe_aux_loss_coeff or settings.transformer.moe_z_loss_coeff):
+        yield "the auxiliary losses of routers"
 
 
 def name_deciding_rewards(settings: DraftSettings) -> list[str]:

@@ -36,7 +36,14 @@ def choose_backends(
     """
     device, dtype = platforms.select(settings.platform).device_type, settings.transformer.params_dtype
     if settings.rollout.is_batch_invariant and device == "cpu":
-        return _choose_invariant(settings)
+        # `check_batch_invariant` allows no others.
+        name: Any = "invariant"
+        model = dataclasses.replace(
+            settings.model, output_layer_backend=name, elementwise_backend=name, qkv_backend=name
+        )
+        return dataclasses.replace(
+            settings, model=model, attention=dataclasses.replace(settings.attention, backend=name)
+        )
     conditions = Conditions.of(device, dtype, architecture)
     settings = _choose_attention(settings, architecture, chip, report, conditions)
     for target, backends in OPERATIONS.items():
@@ -44,13 +51,6 @@ def choose_backends(
             choose = functools.partial(backends.choose, conditions=conditions)
             settings = _choose_backend(settings, target, report, choose)
     return settings
-
-
-def _choose_invariant(settings: DraftSettings) -> DraftSettings:
-    """Return the settings with the backends of --batch-invariant, which `check_batch_invariant` allows alone."""
-    name: Any = "invariant"
-    model = dataclasses.replace(settings.model, output_layer_backend=name, elementwise_backend=name, qkv_backend=name)
-    return dataclasses.replace(settings, model=model, attention=dataclasses.replace(settings.attention, backend=name))
 
 
 def _choose_attention(

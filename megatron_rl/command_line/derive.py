@@ -198,7 +198,7 @@ class Derivation:
         if pack.recomputes:
             for field, value in zip(pack_size.RECOMPUTED, ("selective", cheap), strict=True):
                 self._given[f"transformer.{field}"] = Given(value, source)
-            self._note(pack_size.describe_recomputation())
+            self._note(pack_size.RECOMPUTATION)
         if given is None:
             self._given["training.micro_batch_size"] = Given(pack.size.responses, source)
             self._note(pack_size.describe_pack(pack, device, room, group, self._look_up("run.stage")))
@@ -209,7 +209,8 @@ class Derivation:
         A short run of a small model keeps one engine: the start of another takes longer than it saves.
         """
         num_cores = count_cores()
-        if architecture is None or num_ranks < num_cores or not self._has_own_engines():
+        is_said = not self._given.keys().isdisjoint(("rollout.num_engines", "service.endpoint"))
+        if architecture is None or num_ranks < num_cores or is_said or self._look_up("rollout.engine") != "vllm":
             return
         num_parameters = sum(spec.num_elements for spec in mapping.Mapping(architecture).manifest())
         if num_parameters < _LEAST_PARAMETERS and self._count_tokens_sampled() < _LEAST_TOKENS:
@@ -266,13 +267,6 @@ class Derivation:
         response = self._look_up("sampling.max_tokens")
         prompt = self._look_up("data.max_prompt_tokens") or whole - (response or 0)
         return prompt, response or whole - prompt
-
-    def _has_own_engines(self) -> bool:
-        """Check whether this run starts engines, and no flag sets their number."""
-        return (
-            self._given.keys().isdisjoint(("rollout.num_engines", "service.endpoint"))
-            and self._look_up("rollout.engine") == "vllm"
-        )
 
     def _count_tokens_sampled(self) -> int:
         """Count the most tokens that the run can sample; return 0 if its flags do not say."""

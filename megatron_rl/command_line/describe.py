@@ -37,9 +37,11 @@ _NO_OBJECTIVE = frozenset({"metrics", "ref_model", "teacher", "critic", "roles"}
 def print_config(settings: RunSettings) -> str:
     """Return every value with its origin: a flag, the Hugging Face folder, or a default."""
     lines = [f"platform = {settings.platform}"]
-    for title, rows in _list_sections(settings):
+    sections = {title: list(rows) for title, rows in _list_values(settings)}
+    if settings.sidecar is not None and (rows := list(_list_sidecar_rows(settings, settings.sidecar))):
+        sections["sidecar"] = rows
+    for title, found in sections.items():
         lines += ["", f"[{title}]"]
-        found = list(rows)
         width = max(len(name) for name, _, _ in found)
         value_width = min(max(len(value) for _, value, _ in found), 40)
         lines += [f"{name:<{width}} = {value:<{value_width}}  # {source}" for name, value, source in found]
@@ -64,12 +66,6 @@ def describe_run(settings: RunSettings, has_own_model: bool = True) -> SavedConf
         },
         words=settings.words if has_own_model else (),
     )
-
-
-def _list_sections(settings: RunSettings) -> Iterator[tuple[str, Iterator[Row]]]:
-    yield from _list_values(settings)
-    if settings.sidecar is not None and (rows := list(_list_sidecar_rows(settings, settings.sidecar))):
-        yield "sidecar", iter(rows)
 
 
 def _list_values(settings: RunSettings) -> Iterator[tuple[str, Iterator[Row]]]:
@@ -277,9 +273,7 @@ def _write_table(flags: Iterable[Flag]) -> Iterator[str]:
 def _write_default(flag: Flag) -> str:
     if flag.is_switch:
         return "on" if flag.default else "off" if flag.const is True else ""
-    if flag.default is None:
-        return ""
-    return format_value(flag.default)
+    return "" if flag.default is None else format_value(flag.default)
 
 
 def _write_lists(flags: Iterable[Flag]) -> Iterator[str]:

@@ -16,7 +16,11 @@ def find_problems(settings: DraftSettings) -> Iterator[str]:
     No file is read or made: rows, weights and checkpoints are checked when the run starts.
     """
     yield from find_data_problems(settings.data, settings.run.stage)
-    yield from _check_folders(settings)
+    # A dashboard's folder may be missing.
+    folders = {"--rollout-folder": settings.rollout.folder, "--publish-folder": settings.publish.folder}
+    for flag, folder in (*folders.items(), *settings.checkpoint.written.items()):
+        if folder is not None and (problem := _check_folder(folder)) is not None:
+            yield f"{flag} {folder} cannot be made or written: {problem}"
 
 
 def find_data_problems(config: DataConfig, stage: str) -> Iterator[str]:
@@ -85,14 +89,6 @@ def _check_weights(files: Sequence[SourceFile], stage: str) -> Iterator[str]:
     for file in files:
         if file.weight is not None and not 0 < file.weight < math.inf:
             yield f"--prompts {file.path}={file.weight:g}: a weight must be a finite number above 0; write one"
-
-
-def _check_folders(settings: DraftSettings) -> Iterator[str]:
-    """Yield each folder that this host cannot make; a dashboard's folder may be missing."""
-    folders = {"--rollout-folder": settings.rollout.folder, "--publish-folder": settings.publish.folder}
-    for flag, folder in (*folders.items(), *settings.checkpoint.written.items()):
-        if folder is not None and (problem := _check_folder(folder)) is not None:
-            yield f"{flag} {folder} cannot be made or written: {problem}"
 
 
 def _check_folder(folder: Path) -> str | None:

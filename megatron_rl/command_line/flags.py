@@ -31,7 +31,14 @@ def list_flags() -> list[Flag]:
     Our own configuration's flags come first, then the scripts' spellings, then the fields.
     """
     everything = (*list_own_flags(), *_refuse_missing(list_script_flags()), *list_field_flags())
-    return list(_drop_repeats((*everything, *list_unused(_read_file()))))
+    taken: set[str] = set()
+    flags = []
+    for flag in (*everything, *list_unused(_read_file())):
+        names = [name for name in flag.names if name not in taken]
+        taken.update(names)
+        if names:
+            flags.append(dataclasses.replace(flag, name=names[0], aliases=tuple(names[1:])))
+    return flags
 
 
 def find_other_defaults() -> Mapping[str, tuple[str, str]]:
@@ -174,15 +181,6 @@ def _refuse_missing(flags: Iterable[Flag]) -> Iterator[Flag]:
         yield flag
 
 
-def _drop_repeats(flags: Iterable[Flag]) -> Iterator[Flag]:
-    taken: set[str] = set()
-    for flag in flags:
-        names = [name for name in flag.names if name not in taken]
-        taken.update(names)
-        if names:
-            yield dataclasses.replace(flag, name=names[0], aliases=tuple(names[1:]))
-
-
 def _read_window(word: str) -> int:
     """Convert Megatron's pair of tokens seen to the left and to the right into the count of all tokens seen."""
     left, right = (int(part) for part in word.strip("()").split(","))
@@ -212,10 +210,6 @@ def _evaluate(node: ast.expr) -> Any:
     raise ValueError
 
 
-def _read_dtype(word: str) -> torch.dtype:
-    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}[word]
-
-
 # The readers of a flag's words, by `type` in the file.
 _TYPES: Mapping[str, Any] = {
     "int": int,
@@ -223,5 +217,5 @@ _TYPES: Mapping[str, Any] = {
     "str": str,
     "window": _read_window,
     "layer_frequency": _read_layer_frequency,
-    "dtype": _read_dtype,
+    "dtype": {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}.__getitem__,
 }

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.command_line.resolve import list_architecture_fields
 from megatron_rl.flag import format_value
 from megatron_rl.flag_parser import Given
 from megatron_rl.shared.weights import families
@@ -127,7 +128,9 @@ def read_flags(given: Mapping[str, Given]) -> tuple[Architecture | None, list[st
                 "--kv-channels too, the width of a head"
             )
         fields["kv_channels"] = fields["hidden_size"] // heads
-    fields["num_query_groups"] = _count_query_groups(given, heads)
+    if "described.group_query_attention" not in given:
+        fields["num_query_groups"] = heads
+    fields.setdefault("num_query_groups", 1)
     # Megatron's own default for gated units: two thirds of four times the width, in whole 64s.
     fields.setdefault("ffn_hidden_size", int(fields["hidden_size"] * 8 / 3 / 64) * 64)
     fields.setdefault("tied_embeddings", True)
@@ -138,7 +141,8 @@ def read_flags(given: Mapping[str, Given]) -> tuple[Architecture | None, list[st
     fields["rope"] = _describe_rope(said)
     fields["experts"] = _describe_experts(said, fields["ffn_hidden_size"])
     fields["linear"] = _describe_linear(said) if _VARIANT in given else None
-    fields["dtype"] = _find_dtype(given)
+    named = (("transformer.bf16", "bfloat16"), ("transformer.fp16", "float16"))
+    fields["dtype"] = next((name for target, name in named if target in given), "float32")
     architecture = Architecture(family="", **fields)
     if problems:
         return architecture, problems
@@ -259,13 +263,6 @@ def _check_effects(said: Mapping[str, Any], given: Mapping[str, Given]) -> Itera
                 yield f"{source} has no effect without --num-experts: add it, or drop the flag"
 
 
-def _count_query_groups(given: Mapping[str, Given], heads: int) -> int:
-    groups = given.get("architecture.num_query_groups")
-    if "described.group_query_attention" not in given:
-        return heads
-    return 1 if groups is None else groups.value
-
-
 def _describe_rope(said: Mapping[str, Any]) -> Rope:
     kind = said.get("rope.kind", RopeKind.DEFAULT)
     start = {RopeKind.LLAMA3: _LLAMA3, RopeKind.YARN: _YARN}.get(kind, Rope(kind=kind))
@@ -286,13 +283,6 @@ def _describe_experts(said: Mapping[str, Any], ffn_hidden_size: int) -> Experts 
 def _describe_linear(said: Mapping[str, Any]) -> LinearAttention:
     fields = {path.removeprefix("linear."): value for path, value in said.items() if path.startswith("linear.")}
     return LinearAttention(**{**_LINEAR_DEFAULTS, **fields})
-
-
-def _find_dtype(given: Mapping[str, Given]) -> str:
-    for target, name in (("transformer.bf16", "bfloat16"), ("transformer.fp16", "float16")):
-        if target in given:
-            return name
-    return "float32"
 
 
 def _look_up(architecture: Architecture, path: str) -> object:
@@ -376,13 +366,9 @@ def _list_expected(architecture: Architecture) -> dict[str, Any]:
     latents, rope = architecture.latents, architecture.rope
     if latents is None:
         return expected
-    expected |= {
-        "q_lora_rank": latents.query_rank,
-        "kv_lora_rank": latents.kv_rank,
-        "qk_head_dim": latents.plain_dim,
-        "qk_pos_emb_head_dim": latents.rotary_dim,
-        "v_head_dim": latents.value_dim,
-    }
+    fields = list_architecture_fields(architecture)
+    names = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+    expected |= {name: fields[name] for name in names}
     if rope.kind is RopeKind.YARN:
         # A config.json has both scales, or means Megatron's defaults.
         scales = {"mscale": rope.mscale, "mscale_all_dim": rope.mscale_all_dim}

@@ -15,12 +15,14 @@ EP = "--expert-model-parallel-size"
 ETP = "--expert-tensor-parallel-size"
 
 
+def _check_divisor(flag: str, size: int, number: int, what: str) -> Iterator[str]:
+    if number % size:
+        yield f"{flag} {size} does not divide the {number} {what}: write one of {list_divisors(number)}"
+
+
 def _check_architecture(settings: DraftSettings, model: Architecture) -> Iterator[str]:
-    if model.num_attention_heads % model.num_query_groups:
-        yield (
-            f"--num-query-groups {model.num_query_groups} does not divide the {model.num_attention_heads} attention "
-            f"heads: write one of {list_divisors(model.num_attention_heads)}"
-        )
+    heads = model.num_attention_heads
+    yield from _check_divisor("--num-query-groups", model.num_query_groups, heads, "attention heads")
     if model.latents is None and model.kv_channels % 2:
         yield f"--kv-channels {model.kv_channels} must be even, because rotary positions rotate pairs: write another"
     elif (rotary := int(model.rope_channels * model.rope.rotary_fraction)) % 2 or not rotary:
@@ -83,14 +85,8 @@ def _check_tensor_parallel(settings: DraftSettings, model: Architecture) -> Iter
 
 def _check_context_parallel(settings: DraftSettings, model: Architecture) -> Iterator[str]:
     sizes = settings.parallel_sizes
-    if sizes.context == 1:
-        return
     heads = model.num_attention_heads // sizes.tensor
-    if heads % sizes.context:
-        yield (
-            f"{CP} {sizes.context} does not divide the {heads} attention heads of a tensor-parallel rank: write "
-            f"one of {list_divisors(heads)}"
-        )
+    yield from _check_divisor(CP, sizes.context, heads, "attention heads of a tensor-parallel rank")
 
 
 def _check_linear_layers(settings: DraftSettings, model: Architecture) -> Iterator[str]:
@@ -104,18 +100,12 @@ def _check_linear_layers(settings: DraftSettings, model: Architecture) -> Iterat
             )
         return
     heads = linear.num_key_heads
-    if linear.num_value_heads % heads:
-        yield (
-            f"--linear-num-key-heads {heads} does not divide the {linear.num_value_heads} value heads of linear "
-            f"layers: write one of {list_divisors(linear.num_value_heads)}"
-        )
+    yield from _check_divisor("--linear-num-key-heads", heads, linear.num_value_heads, "value heads of linear layers")
     if heads % sizes.tensor:
         yield f"{TP} {sizes.tensor} does not divide the {heads} key heads of linear layers: write another"
-    elif heads // sizes.tensor % sizes.context:
-        yield (
-            f"{CP} {sizes.context} does not divide the {heads // sizes.tensor} key heads of linear layers of a "
-            f"tensor-parallel rank: write one of {list_divisors(heads // sizes.tensor)}"
-        )
+    else:
+        what = "key heads of linear layers of a tensor-parallel rank"
+        yield from _check_divisor(CP, sizes.context, heads // sizes.tensor, what)
 
 
 def _check_pipeline_parallel(settings: DraftSettings, model: Architecture) -> Iterator[str]:
@@ -176,17 +166,9 @@ def _check_expert_parallel(settings: DraftSettings, model: Architecture) -> Iter
             if size > 1:
                 yield f"{flag} {size} needs a model with experts, and this one has none: drop the flag"
         return
-    if experts.num_experts % sizes.expert:
-        yield (
-            f"{EP} {sizes.expert} does not divide the {experts.num_experts} experts: "
-            f"write one of {list_divisors(experts.num_experts)}"
-        )
+    yield from _check_divisor(EP, sizes.expert, experts.num_experts, "experts")
     expert_tensor = sizes.expert_tensor or sizes.tensor
-    if experts.ffn_hidden_size % expert_tensor:
-        yield (
-            f"{ETP} {expert_tensor} does not divide the {experts.ffn_hidden_size} columns of an expert: "
-            f"write one of {list_divisors(experts.ffn_hidden_size)}"
-        )
+    yield from _check_divisor(ETP, expert_tensor, experts.ffn_hidden_size, "columns of an expert")
     if expert_tensor > 1 and model.linear_bias:
         yield f"{ETP} {expert_tensor} divides experts, and a bias cannot be divided: write {ETP} 1"
     if sizes.tensor > 1 and not settings.transformer.sequence_parallel:

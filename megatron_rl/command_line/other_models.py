@@ -127,7 +127,9 @@ def _select(
     selected = {target: one for target, one in given.items() if not target.startswith(left_out)}
     virtual, stages = settings.parallel_sizes.virtual_pipeline, _count_stages(settings)
     if architecture.num_layers % stages:
-        layout = _divide_layers(architecture.num_layers, stages)
+        # In Megatron's words; the last stages, which have the output layer, get fewer.
+        length, rest = divmod(architecture.num_layers, stages)
+        layout = "E" + "|".join("t" * (length + (stage < rest)) for stage in range(stages)) + "L"
         selected["transformer.pipeline_model_parallel_layout"] = Given(layout, flag)
     if virtual is not None:
         selected["layout.num_virtual_stages"] = Given(virtual, flag)
@@ -137,12 +139,6 @@ def _select(
 def _count_stages(settings: DraftSettings) -> int:
     """Count the parts of a pipeline, of which a rank may have several."""
     return settings.parallel_sizes.pipeline * (settings.parallel_sizes.virtual_pipeline or 1)
-
-
-def _divide_layers(num_layers: int, stages: int) -> str:
-    """Divide layers over stages in Megatron's words; the last stages, which have the output layer, get fewer."""
-    counts = [num_layers // stages + (stage < num_layers % stages) for stage in range(stages)]
-    return "E" + "|".join("t" * count for count in counts) + "L"
 
 
 def _check_vocabulary(may_have_padding: bool, settings: DraftSettings, architecture: Architecture) -> list[str]:

@@ -293,7 +293,9 @@ class _Rewriter:
                 *besides,
             ):
                 name, *values = text.split()
-                values = self._find_values(project.follows.get(name)) or values
+                followed = project.follows.get(name, "")
+                meant = self._meant.get(followed)
+                values = (self._own.get(followed) if meant is None else [*meant.values]) or values
                 if not set(self._known[name].targets) <= set_targets:
                     said.append(_join(name, values))
                     implied[name] = _Meant(values, Origin(f"{project.title} implies {said[-1]}"))
@@ -302,11 +304,6 @@ class _Rewriter:
                 reason = reason if is_theirs else f"{project.title}'s flags imply"
                 self._result.notes.append(f"{reason} {', '.join(said)}")
         return implied
-
-    def _find_values(self, name: str | None) -> list[str] | None:
-        """Find the values of a flag of ours that is written or meant."""
-        meant = self._meant.get(name or "")
-        return self._own.get(name or "") if meant is None else [*meant.values]
 
 
 def _list_meanings(name: str, entry: Any, values: list[str]) -> dict[str, list[str]]:

@@ -33,6 +33,11 @@ ENOUGH_TOKENS = 1 << 15
 LEAST_MICRO_BATCHES = 8
 NOTES = ("devices of ", "memory is short, ")
 """The beginnings of the notes about a choice."""
+RECOMPUTATION = (
+    f"memory is short, so norms are computed again in the backward pass, as with {RECOMPUTE_NORMS}; {PACK_FLAG} "
+    "switches that off"
+)
+"""The note about norms that are computed again."""
 RECOMPUTED = ("recompute_granularity", "recompute_modules")
 """The fields of TransformerConfig that a choice may set."""
 
@@ -106,13 +111,6 @@ def describe_pack(pack: Chosen, device: int, room: int, group_size: int, stage: 
         f"devices of {device / GIB:.0f} GiB make --micro-batch-size {responses}: {what}, up to {pack.size.tokens:,} "
         f"tokens, which are estimated to take {taken.total / GIB:.1f} of a rank's {max(0, room) / GIB:.1f} GiB "
         f"({parts or 'all parts small'}){end}"
-    )
-
-
-def describe_recomputation() -> str:
-    return (
-        f"memory is short, so norms are computed again in the backward pass, as with {RECOMPUTE_NORMS}; {PACK_FLAG} "
-        "switches that off"
     )
 
 

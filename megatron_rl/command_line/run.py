@@ -84,7 +84,12 @@ def resolve_run(settings: DraftSettings) -> tuple[dict[str, Any] | None, list[st
         # Too few ranks are a problem of their own.
         replicas = max(1, settings.world_size // settings.parallel_sizes.model)
     sizes, of_sizes = resolve_sizes(settings, replicas)
-    problems = [*_check_missing(settings), *of_sizes]
+    problems = []
+    if settings.training.train_iters is None:
+        problems.append("--train-iters is missing: write the number of iterations")
+    if settings.optimizer.lr is None:
+        problems.append("--lr is missing: training needs a learning rate")
+    problems += of_sizes
     folder = None
     try:
         folder = find_run_folder(settings)
@@ -154,14 +159,19 @@ def resolve_sizes(settings: DraftSettings, num_replicas: int | None) -> tuple[Si
     if division is None or lengths is None:
         return None, problems
     sizes = Sizes(division, *lengths, settings.attention.is_shared, find_pack_multiple(settings))
+    parts = f" ({sizes.longest_prompt} of a prompt, {sizes.longest_response} of each response)"
+    problems += _check_most_tokens(settings, sizes, parts, "--rollout-max-tokens or --max-prompt-tokens")
+    return sizes, problems
+
+
+def _check_most_tokens(settings: DraftSettings, sizes: Sizes, parts: str, flags: str) -> Iterator[str]:
     most = settings.loop.max_tokens_per_microbatch
     if most is not None and sizes.largest_micro_batch > most:
-        problems.append(
-            f"--max-tokens-per-microbatch {most}: a micro-batch of --micro-batch-size {training.micro_batch_size} can "
-            f"have {sizes.largest_micro_batch} tokens ({sizes.longest_prompt} of a prompt, {sizes.longest_response} of "
-            "each response): lower it, --rollout-max-tokens or --max-prompt-tokens"
+        yield (
+            f"--max-tokens-per-microbatch {most}: a micro-batch of --micro-batch-size "
+            f"{settings.training.micro_batch_size} can have {sizes.largest_micro_batch} tokens{parts}: lower it, "
+            f"{flags}"
         )
-    return sizes, problems
 
 
 def _resolve_demonstrations(settings: DraftSettings, num_replicas: int | None) -> tuple[Sizes | None, list[str]]:
@@ -192,21 +202,7 @@ def _resolve_demonstrations(settings: DraftSettings, num_replicas: int | None) -
     )
     longest = training.seq_length * (2 if settings.run.stage == "dpo" else 1)
     sizes = Sizes(divide(plan), 0, longest, True, find_pack_multiple(settings))
-    most = settings.loop.max_tokens_per_microbatch
-    if most is not None and sizes.largest_micro_batch > most:
-        problems.append(
-            f"--max-tokens-per-microbatch {most}: a micro-batch of --micro-batch-size {training.micro_batch_size} can "
-            f"have {sizes.largest_micro_batch} tokens: lower it, or --seq-length"
-        )
-    return sizes, problems
-
-
-def _check_missing(settings: DraftSettings) -> Iterator[str]:
-    """Yield each missing flag that every run needs, except for those of its sizes."""
-    if settings.training.train_iters is None:
-        yield "--train-iters is missing: write the number of iterations"
-    if settings.optimizer.lr is None:
-        yield "--lr is missing: training needs a learning rate"
+    return sizes, [*problems, *_check_most_tokens(settings, sizes, "", "or --seq-length")]
 
 
 def _check_model(settings: DraftSettings) -> Iterator[str]:

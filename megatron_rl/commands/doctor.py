@@ -118,12 +118,13 @@ def _print_needed(platform: str) -> tuple[list[str], list[str]]:
         need = needs.pop(requirement.package, None)
         is_python = requirement is versions.PYTHON
         tested = " and ".join(versions.TESTED_PYTHONS) if is_python else need.tested if need else ""
-        tested = f", tested {tested}" if tested else ""
-        print(f"  {requirement.package:<20} {found:<14} wanted {requirement.wanted}{tested}")
+        ending = f", tested {tested}" if tested else ""
+        print(f"  {requirement.package:<20} {found:<14} wanted {requirement.wanted}{ending}")
         problem = versions.problem(requirement)
         problems += [problem] if problem else []
         notes += [] if problem or need is None else _find_notes(need)
-        notes += _find_python_notes(found) if is_python and not problem else []
+        if is_python and not problem and ".".join(found.split(".")[:2]) not in versions.TESTED_PYTHONS:
+            notes.append(f"python is {found}, tested are {tested}: start with one of these")
     _print_megatron()
     for need in needs.values():
         _print_need(need)
@@ -138,12 +139,6 @@ def _find_notes(need: versions.Need) -> list[str]:
     if version is None or need.is_tested(version):
         return []
     return [f"{need.package} is {version}, tested is {need.tested}: {need.remedy}"]
-
-
-def _find_python_notes(version: str) -> list[str]:
-    if ".".join(version.split(".")[:2]) in versions.TESTED_PYTHONS:
-        return []
-    return [f"python is {version}, tested are {' and '.join(versions.TESTED_PYTHONS)}: start with one of these"]
 
 
 def _print_need(need: versions.Need, purpose: str = "") -> None:
@@ -224,7 +219,3 @@ def _mismatched_builds() -> list[str]:
             reason = str(error).splitlines()[0]
             problems.append(f"{module} does not load ({reason}), and vllm fails with it: pip uninstall {module}")
     return problems
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

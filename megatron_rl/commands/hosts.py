@@ -22,13 +22,18 @@ _TITLES_OF_RANKS = ("host of ranks", "ranks", "part of the iteration")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the table."""
     if not argv or argv[0] in ("-h", "--help"):
         print(__doc__)
         return ExitCode.OK if argv else ExitCode.USAGE
     if len(argv) > 1:
         raise UsageError(f"{argv[1]} is one folder too many: name one run")
-    folder = _find_live(Path(argv[0]))
+    path = Path(argv[0])
+    if not any((run / _ADDRESS).exists() for run in list_runs(path, _ADDRESS)):
+        raise InputError(
+            f"no sidecar serves {path}, which has no file {_ADDRESS}: name the folder of a live run, on "
+            "the host of its sidecar"
+        )
+    folder = find_run(path, _ADDRESS)
     for line in describe(_ask(folder)):
         print(line)
     for line in describe_ranks(read_places(folder)):
@@ -51,8 +56,12 @@ def describe(status: Mapping[str, Any]) -> Iterator[str]:
             continue
         state = ("up", "") if host is None else (host["state"], f"{host['silent_seconds']:g} s")
         first = (name, *state)
-        for engine in own:
-            rows.append((*first, engine, *_describe_engine(engines[engine])))
+        for name_of_engine in own:
+            engine = engines[name_of_engine]
+            state_of_engine = f"{engine['state']}, leaving" if engine["leaving"] else str(engine["state"])
+            step = "" if engine["step"] is None else f"{engine['step']}, {engine['step_seconds']:.0f} s"
+            counts = (str(engine["in_flight"]), str(engine["restarts"]))
+            rows.append((*first, name_of_engine, state_of_engine, step, *counts))
             first = ("", "", "")
         if not own:
             rows.append((*first, "none", "", "", "", ""))
@@ -110,22 +119,6 @@ def _align(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip()
-
-
-def _describe_engine(engine: Mapping[str, Any]) -> tuple[str, str, str, str]:
-    state = f"{engine['state']}, leaving" if engine["leaving"] else str(engine["state"])
-    step = "" if engine["step"] is None else f"{engine['step']}, {engine['step_seconds']:.0f} s"
-    return state, step, str(engine["in_flight"]), str(engine["restarts"])
-
-
-def _find_live(path: Path) -> Path:
-    """Find the folder of the live run at or below `path`."""
-    if not any((run / _ADDRESS).exists() for run in list_runs(path, _ADDRESS)):
-        raise InputError(
-            f"no sidecar serves {path}, which has no file {_ADDRESS}: name the folder of a live run, on "
-            "the host of its sidecar"
-        )
-    return find_run(path, _ADDRESS)
 
 
 def _ask(folder: Path) -> Mapping[str, Any]:

@@ -173,7 +173,11 @@ def undo(tree: Path, upstream: Upstream) -> list[str]:
         raise InputError(f"{tree} has no {RECEIPT}: megatron-rl patch has changed nothing there")
     patches = {patch.name: patch for patch in upstream.patches}
     restored: dict[str, bytes] = {}
-    for entry in _read_receipt(tree):
+    try:
+        receipt = list(json.loads((tree / RECEIPT).read_text(encoding="utf-8")))
+    except ValueError:
+        raise InputError(f"{tree / RECEIPT} cannot be read: remove it, and revert the patches by hand") from None
+    for entry in receipt:
         content, patch = _read(tree, entry["file"]), patches.get(entry["patch"])
         if hash_blob(content) == entry["before"]:
             continue
@@ -280,13 +284,6 @@ def _read(tree: Path, file: str) -> bytes:
         raise InputError(
             f"{tree / file} cannot be read ({error.strerror}): the patch needs it, so take a complete tree"
         ) from None
-
-
-def _read_receipt(tree: Path) -> list[dict[str, Any]]:
-    try:
-        return list(json.loads((tree / RECEIPT).read_text(encoding="utf-8")))
-    except ValueError:
-        raise InputError(f"{tree / RECEIPT} cannot be read: remove it, and revert the patches by hand") from None
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

@@ -21,7 +21,6 @@ from megatron_rl.confined.pool import PoolSettings
 from megatron_rl.environments.types import OnError
 from megatron_rl.errors import ExitCode, count_noun
 from megatron_rl.gateway.chats import Chats, ChatTooLong, TemplateChats
-from megatron_rl.gateway.gateway import Gateway
 from megatron_rl.shared.protocol import wire
 from megatron_rl.sidecar.agent_rollouts import AgentRollouts, GatewayOpening
 from megatron_rl.sidecar.engines import GroupRequest
@@ -91,7 +90,8 @@ class StandIn:
         if function is None:
             print(f"  policy: {self._answer}")
             return Said(self._answer, None, ())
-        name, arguments = function["name"], _make_arguments(function)
+        schema = function.get("parameters") or {"properties": {}}
+        name, arguments = function["name"], json.dumps(make_example(schema, schema))
         self._called.add(name)
         print(f"  policy: calls {name} with {arguments}")
         return Said("", None, (ToolCall(f"call-{len(self._called)}", name, arguments),))
@@ -137,7 +137,6 @@ def make_example(schema: Any, root: JSON, depth: int = 0) -> Any:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Try an agent."""
     arguments = _parse(argv)
     logger, printer = logging.getLogger("megatron_rl.gateway.application"), RefusalPrinter()
     logger.setLevel(logging.DEBUG)
@@ -198,18 +197,14 @@ async def _act(arguments: argparse.Namespace, folder: Path) -> wire.Response:
         async with opening.serve(gateway):
             rollouts = AgentRollouts(policy, opening.agents, gateway, OnError(stops=True), (), needs_rewards=False)
             (transcript,) = await rollouts.hold_group(GroupRequest("try", (), 1, 0, sampling), prompt)
-            print(_describe_calls(gateway))
+            # What a run would train on, and what it would not follow.
+            counters = gateway.counters
+            advised = "".join(f", {name} not followed" for name in counters.advised)
+            print(f"{count_noun(counters.calls, 'call')}, {counters.branches} of them branches{advised}")
             return transcript.response
     finally:
         opening.listener.close()
         await opening.agents.close()
-
-
-def _describe_calls(gateway: Gateway) -> str:
-    """Describe what a run would train on, and what it would not follow."""
-    counters = gateway.counters
-    advised = "".join(f", {name} not followed" for name in counters.advised)
-    return f"{count_noun(counters.calls, 'call')}, {counters.branches} of them branches{advised}"
 
 
 def _read_prompt(arguments: argparse.Namespace) -> wire.Prompt:
@@ -220,11 +215,6 @@ def _read_prompt(arguments: argparse.Namespace) -> wire.Prompt:
     is_text = arguments.prompt_chat and isinstance(row.prompt, str)
     text = [{"role": "user", "content": row.prompt}] if is_text else row.prompt
     return wire.Prompt(index=0, row=row.identity, tokens=b"", text=text, columns=row.columns)
-
-
-def _make_arguments(function: JSON) -> str:
-    schema = function.get("parameters") or {"properties": {}}
-    return json.dumps(make_example(schema, schema))
 
 
 def _encode(messages: Sequence[JSON], tools: Sequence[JSON], most: int) -> list[int]:

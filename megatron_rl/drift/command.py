@@ -50,7 +50,6 @@ FLAGS = ("--worker-extension-cls", EXTENSION, "--no-enable-prefix-caching", "--n
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the findings."""
     parser = argparse.ArgumentParser(
         prog="megatron-rl drift", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

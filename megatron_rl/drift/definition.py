@@ -61,7 +61,10 @@ class Definition:
 
     def compute(self, point: LayerPart, given: Tensors) -> dict[str, torch.Tensor]:
         """Compute the outputs of a point from its inputs."""
-        inputs = {name: tensor if name == TEMPERATURE else _to(tensor, self.dtype) for name, tensor in given.items()}
+        inputs = {
+            name: tensor.to(self.dtype) if tensor.is_floating_point() and name != TEMPERATURE else tensor
+            for name, tensor in given.items()
+        }
         layer = self.base.layers[point.layer] if point.layer >= 0 else None
         with torch.no_grad():
             return _COMPUTE[point.part](self, layer, inputs)
@@ -71,8 +74,7 @@ class Definition:
         cos, sin = self.base.rotary_emb(queries, positions)
         if self.dtype == torch.float64:
             cos, sin = self._angles(positions)
-        rotated: tuple[Any, Any] = self._family.apply_rotary_pos_emb(queries, keys, cos, sin)
-        return rotated
+        return self._family.apply_rotary_pos_emb(queries, keys, cos, sin)
 
     def _angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute the angles in float64, which transformers computes in float32."""
@@ -84,8 +86,7 @@ class Definition:
     def norm(self, module: Any, given: torch.Tensor) -> torch.Tensor:
         """Compute a norm; in float64 throughout, where transformers computes in float32."""
         if self.dtype != torch.float64:
-            out: torch.Tensor = module(given)
-            return out
+            return module(given)
         epsilon = getattr(module, "variance_epsilon", None) or module.eps
         return module.weight * given * torch.rsqrt(given.pow(2).mean(-1, keepdim=True) + epsilon)
 
@@ -136,11 +137,8 @@ def _is_known(layer: Any) -> bool:
     return has_mlp and all(hasattr(attention, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj", "scaling"))
 
 
-def _to(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-
 Outputs = dict[str, torch.Tensor]
+_Compute = Callable[[Definition, Any, Outputs], Outputs]
 
 
 def _heads(definition: Definition, tensor: torch.Tensor) -> torch.Tensor:
@@ -154,11 +152,15 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor[0].transpose(0, 1).flatten(1)
 
 
-def _of_norm(name: str) -> Callable[[Definition, Any, Outputs], Outputs]:
+def _of_norm(name: str) -> _Compute:
     return lambda definition, layer, given: {"out": definition.norm(getattr(layer, name), given["in"])}
 
 
-def _of_head_norm(name: str) -> Callable[[Definition, Any, Outputs], Outputs]:
+def _after_norm(name: str, compute: _Compute) -> _Compute:
+    return lambda definition, layer, given: compute(definition, layer, _of_norm(name)(definition, layer, given))
+
+
+def _of_head_norm(name: str) -> _Compute:
     def compute(definition: Definition, layer: Any, given: Outputs) -> Outputs:
         heads = _heads(definition, given["in"])
         return {"out": _flat(definition.norm(getattr(layer.self_attn, name), heads))}
@@ -178,10 +180,6 @@ def _rotation(definition: Definition, layer: Any, given: Outputs) -> Outputs:
     return {"rotated queries": _flat(queries), "rotated keys": _flat(keys)}
 
 
-def _normed_products(definition: Definition, layer: Any, given: Outputs) -> Outputs:
-    return _products(definition, layer, {"in": definition.norm(layer.input_layernorm, given["in"])})
-
-
 def _normed_rotation(definition: Definition, layer: Any, given: Outputs) -> Outputs:
     normed = {
         name: _of_head_norm(norm)(definition, layer, {"in": given[name]})["out"]
@@ -193,10 +191,6 @@ def _normed_rotation(definition: Definition, layer: Any, given: Outputs) -> Outp
 
 def _widen(_: Definition, layer: Any, given: Outputs) -> Outputs:
     return {"gate": layer.mlp.gate_proj(given["in"]), "up": layer.mlp.up_proj(given["in"])}
-
-
-def _norm_and_widen(definition: Definition, layer: Any, given: Outputs) -> Outputs:
-    return _widen(definition, layer, {"in": definition.norm(layer.post_attention_layernorm, given["in"])})
 
 
 def _log_probs(definition: Definition, _: Any, given: Outputs) -> Outputs:
@@ -217,11 +211,11 @@ def _experts(definition: Definition, layer: Any, given: Outputs) -> Outputs:
     return {"out": (out[0] if isinstance(out, tuple) else out)[0]}
 
 
-_COMPUTE: dict[ModelPart, Callable[[Definition, Any, Outputs], Outputs]] = {
+_COMPUTE: dict[ModelPart, _Compute] = {
     ModelPart.EMBEDDING: lambda definition, layer, given: {"out": definition.base.embed_tokens(given["tokens"])},
     ModelPart.ATTENTION_NORM: _of_norm("input_layernorm"),
     ModelPart.QKV: _products,
-    ModelPart.NORMED_QKV: _normed_products,
+    ModelPart.NORMED_QKV: _after_norm("input_layernorm", _products),
     ModelPart.QUERY_NORM: _of_head_norm("q_norm"),
     ModelPart.KEY_NORM: _of_head_norm("k_norm"),
     ModelPart.ROTATION: _rotation,
@@ -230,7 +224,7 @@ _COMPUTE: dict[ModelPart, Callable[[Definition, Any, Outputs], Outputs]] = {
     ModelPart.ATTENTION_OUTPUT: lambda definition, layer, given: {"out": layer.self_attn.o_proj(given["in"])},
     ModelPart.MLP_NORM: _of_norm("post_attention_layernorm"),
     ModelPart.GATE_UP: _widen,
-    ModelPart.NORMED_GATE_UP: _norm_and_widen,
+    ModelPart.NORMED_GATE_UP: _after_norm("post_attention_layernorm", _widen),
     ModelPart.ACTIVATION: lambda definition, layer, given: {"out": layer.mlp.act_fn(given["gate"]) * given["up"]},
     ModelPart.DOWN: lambda definition, layer, given: {"out": layer.mlp.down_proj(given["in"])},
     ModelPart.EXPERTS: _experts,

@@ -34,7 +34,12 @@ def launch(argv: Sequence[str], words: Sequence[str]) -> None:
     """Write the manifests, print those without the token, and apply all."""
     settings = _parse(argv, words)
     common, folder = settings.common, settings.common.folder
-    hosts = _describe_hosts(common)
+    table = [
+        f'stateful_set = "{common.name}-engines"',
+        f'service = "{common.name}"',
+        f"replicas = {common.engine_hosts}",
+    ]
+    hosts = common.describe_hosts("kubernetes", "\n".join(table))
     token = write_hosts(folder, hosts)
     run, secret = folder / _RUN_FILE, folder / _SECRET_FILE
     namespace = json.dumps(settings.namespace)
@@ -43,15 +48,6 @@ def launch(argv: Sequence[str], words: Sequence[str]) -> None:
     run.write_text(_fill_manifests(settings, hosts))
     print(run.read_text(), flush=True)
     submit(["kubectl", "apply", "-f", str(secret), "-f", str(run)], is_dry=common.is_dry)
-
-
-def _describe_hosts(common: LaunchSettings) -> str:
-    table = [
-        f'stateful_set = "{common.name}-engines"',
-        f'service = "{common.name}"',
-        f"replicas = {common.engine_hosts}",
-    ]
-    return common.describe_hosts("kubernetes", "\n".join(table))
 
 
 def _fill_manifests(settings: _KubernetesSettings, hosts: str) -> str:

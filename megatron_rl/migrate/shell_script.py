@@ -201,7 +201,10 @@ class _Reader:
                 self._at += 1
             elif word == "(":
                 # The head of a function; calls of functions are not followed, so the body is skipped.
-                self._skip_function()
+                self._skip_to("{")
+                self._at += 1
+                self._read_list(False, ("}",))
+                self._at += 1
                 return
             else:
                 raw.append(word)
@@ -209,12 +212,6 @@ class _Reader:
                     break
         if is_run and raw:
             self._run(raw)
-
-    def _skip_function(self) -> None:
-        self._skip_to("{")
-        self._at += 1
-        self._read_list(False, ("}",))
-        self._at += 1
 
     def _run(self, raw: list[str]) -> None:
         if raw[0] in ("export", "local", "declare", "readonly", "typeset"):
@@ -243,20 +240,18 @@ class _Reader:
         if words in (["true"], ["false"]):
             self._status = words == ["true"]
         elif words and words[0] in ("source", "."):
-            self._source(words[1] if len(words) > 1 else "")
+            path = words[1] if len(words) > 1 else ""
+            sourced = self._read_file(path)
+            if sourced is None:
+                self.script.missing.append(path)
+            else:
+                self._read_inner(sourced)
         elif words and words[0] == "eval":
             self._read_inner(" ".join(words[1:]))
         elif words[:2] == ["printf", "-v"] and len(words) == 5:
             self.script.variables[words[2]] = [words[3].replace("%s", words[4])]
         elif words:
             self.script.commands.append(words)
-
-    def _source(self, path: str) -> None:
-        text = self._read_file(path)
-        if text is None:
-            self.script.missing.append(path)
-        else:
-            self._read_inner(text)
 
     def _read_inner(self, text: str) -> None:
         if self._depth < _DEEPEST:
@@ -302,53 +297,40 @@ class _Reader:
             yield (" " if is_whole and not at_first else "") + text
             at_first = False
 
-    def _list_parts(self, raw: str) -> Iterator[tuple[str, bool, bool]]:
-        """Yield the parts of a word: its text, whether quotes keep its spaces, and whether it is a word of an array."""
+    def _list_parts(self, raw: str, is_quoted: bool = False) -> Iterator[tuple[str, bool, bool]]:
+        """Yield the parts of a word: its text, whether quotes keep its spaces, and whether it is a word of an array.
+
+        If it is quoted, it is the text between double quotes.
+        """
+        if is_quoted and not raw:
+            yield "", True, False
         at = 0
         while at < len(raw):
             char = raw[at]
-            if char == "'":
-                end = raw.find("'", at + 1)
-                end = len(raw) if end < 0 else end
-                yield raw[at + 1 : end], True, False
-                at = end + 1
-            elif char == '"':
-                end = find_quote(raw, at)
-                yield from self._list_quoted(raw[at + 1 : end])
-                at = end + 1
-            elif char == "\\":
-                yield raw[at + 1 : at + 2], True, False
-                at += 2
-            elif char in "$`":
+            if char in "$`":
                 words, at = self._expand_variable(raw, at)
                 for index, word in enumerate(words):
                     # A command substitution, which is not run, is one word.
-                    yield word, word.startswith(("$(", "`")), index > 0
-            else:
-                end = at
-                while end < len(raw) and raw[end] not in "'\"\\$`":
-                    end += 1
-                yield raw[at:end], True, False
-                at = end
-
-    def _list_quoted(self, text: str) -> Iterator[tuple[str, bool, bool]]:
-        if not text:
-            yield "", True, False
-        at = 0
-        while at < len(text):
-            if text[at] == "\\" and text[at + 1 : at + 2] in tuple('"\\$`\n'):
-                yield text[at + 1].replace("\n", ""), True, False
-                at += 2
-            elif text[at] in "$`":
-                words, at = self._expand_variable(text, at)
-                for index, word in enumerate(words):
-                    yield word, True, index > 0
+                    yield word, is_quoted or word.startswith(("$(", "`")), index > 0
+                continue
+            if char == "'" and not is_quoted:
+                end = raw.find("'", at + 1)
+                end = len(raw) if end < 0 else end
+                yield raw[at + 1 : end], True, False
+                end += 1
+            elif char == '"' and not is_quoted:
+                end = find_quote(raw, at)
+                yield from self._list_parts(raw[at + 1 : end], is_quoted=True)
+                end += 1
+            elif char == "\\" and (not is_quoted or raw[at + 1 : at + 2] in tuple('"\\$`\n')):
+                end = at + 2
+                yield raw[at + 1 : end].replace("\n", "" if is_quoted else "\n"), True, False
             else:
                 end = at + 1
-                while end < len(text) and text[end] not in "\\$`":
+                while end < len(raw) and raw[end] not in ("\\$`" if is_quoted else "'\"\\$`"):
                     end += 1
-                yield text[at:end], True, False
-                at = end
+                yield raw[at:end], True, False
+            at = end
 
     def _expand_variable(self, raw: str, at: int) -> tuple[list[str], int]:
         """Return the words of an expansion, and the index of its end."""
@@ -371,7 +353,7 @@ class _Reader:
         name, end = match.group(), match.end()
         if name.isdigit():
             name, end = name[0], at + 2
-        return self._look_up(name, f"${name}"), end
+        return self.script.variables.get(name, [] if name in self.script.settable else [f"${name}"]), end
 
     def _substitute(self, raw: str) -> str:
         """Return the output of `dirname`, `basename`, `cd ... && pwd` and `echo`; keep other commands as written."""
@@ -388,9 +370,6 @@ class _Reader:
             head, _, tail = words[0].rpartition("/")
             return (head or ".") if name == "dirname" else tail
         return " ".join(words) if name == "echo" else raw
-
-    def _look_up(self, name: str, otherwise: str) -> list[str]:
-        return self.script.variables.get(name, [] if name in self.script.settable else [otherwise])
 
     def _expand_braced(self, inside: str) -> list[str]:
         match = _BRACED.fullmatch(inside)

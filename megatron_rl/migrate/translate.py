@@ -97,7 +97,11 @@ def write(translation: Translation, problems: Sequence[str] = ()) -> str:
     ):
         if texts:
             lines += [f"# {title}:", *(f"#   {text}" for text in texts)]
-    parts, line = [_write_launcher(translation)], ""
+    rendezvous = "--standalone"
+    if translation.nodes > 1:
+        place = '--node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port 29500'
+        rendezvous = f"--nnodes {translation.nodes} {place}"
+    parts, line = [f"torchrun {rendezvous} --nproc-per-node {translation.ranks} pretrain_grpo.py"], ""
     for name, values in translation.words.items():
         text = " ".join((name, *map(_quote, values)))
         if line and len(line) + len(text) >= _WIDTH:
@@ -106,14 +110,6 @@ def write(translation: Translation, problems: Sequence[str] = ()) -> str:
         line = f"{line} {text}".strip()
     parts += [line] if line else []
     return "\n".join(lines) + "\n" + " \\\n    ".join(parts) + "\n"
-
-
-def _write_launcher(translation: Translation) -> str:
-    rendezvous = "--standalone"
-    if translation.nodes > 1:
-        place = '--node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port 29500'
-        rendezvous = f"--nnodes {translation.nodes} {place}"
-    return f"torchrun {rendezvous} --nproc-per-node {translation.ranks} pretrain_grpo.py"
 
 
 def _quote(word: str) -> str:

@@ -90,8 +90,7 @@ _NAMED_NONE = ("scale_rewards",)
 
 @functools.cache
 def read_table(project: str) -> Mapping[str, Any]:
-    table: Mapping[str, Any] = tomllib.loads(_FILE.read_text(encoding="utf-8"))[project]
-    return table
+    return tomllib.loads(_FILE.read_text(encoding="utf-8"))[project]
 
 
 @functools.cache

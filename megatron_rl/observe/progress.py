@@ -36,13 +36,8 @@ class Progress:
     def phase(self, name: str) -> None:
         """Note the current phase: publishing, generating, training, updating, evaluating, saving."""
 
-    def counts(
-        self, *, finished: int | None = None, trained: int | None = None, waiting_for: str | None = None
-    ) -> None:
-        """Note how many groups are sampled and trained on, and what the loop waits for ("" for nothing).
-
-        Values that are not given stay as they were.
-        """
+    def counts(self, finished: int, trained: int, waiting_for: str) -> None:
+        """Note how many groups are sampled and trained on, and what the loop waits for ("" for nothing)."""
 
     def end(self, version: int, metrics: Mapping[str, Any]) -> None:
         """Note that the iteration is over, with these metrics.
@@ -55,12 +50,6 @@ class Progress:
 
     def close(self) -> None:
         """Leave the terminal as it was; a second call does nothing."""
-
-    def __enter__(self) -> "Progress":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def progress_of(config: ObserveConfig, total: int, stream: TextIO) -> Progress:
@@ -90,10 +79,8 @@ class GuardedProgress(Progress):
     def phase(self, name: str) -> None:
         self._try(lambda inner: inner.phase(name))
 
-    def counts(
-        self, *, finished: int | None = None, trained: int | None = None, waiting_for: str | None = None
-    ) -> None:
-        self._try(lambda inner: inner.counts(finished=finished, trained=trained, waiting_for=waiting_for))
+    def counts(self, finished: int, trained: int, waiting_for: str) -> None:
+        self._try(lambda inner: inner.counts(finished, trained, waiting_for))
 
     def end(self, version: int, metrics: Mapping[str, Any]) -> None:
         self._try(lambda inner: inner.end(version, metrics))
@@ -158,14 +145,13 @@ class _Display(Live):
             self.failure = error
 
 
-class LiveProgress(Progress):
-    """A display that its own thread redraws; the loop only leaves notes for it."""
+class LiveProgress(LineProgress):
+    """A display that its own thread redraws, below the lines; the loop only leaves notes for it."""
 
     shows_counts = True
 
     def __init__(self, total: int, interval: int, stream: TextIO) -> None:
-        self._total = total
-        self._interval = interval
+        super().__init__(total, interval, stream)
         self._console = _Terminal(file=stream, force_terminal=True, highlight=False)
         self._live: _Display | None = None
         self._is_closed = False
@@ -193,18 +179,14 @@ class LiveProgress(Progress):
     def phase(self, name: str) -> None:
         self._note(phase=name, phase_begun=time.monotonic())
 
-    def counts(
-        self, *, finished: int | None = None, trained: int | None = None, waiting_for: str | None = None
-    ) -> None:
-        given = {"finished": finished, "trained": trained, "waiting_for": waiting_for}
-        self._note(**{name: value for name, value in given.items() if value is not None})
+    def counts(self, finished: int, trained: int, waiting_for: str) -> None:
+        self._note(finished=finished, trained=trained, waiting_for=waiting_for)
 
     def end(self, version: int, metrics: Mapping[str, Any]) -> None:
         if version < self._total:
             self._seconds.append(time.monotonic() - self._shown.begun)
             self._note(metrics=metrics, seconds=sum(self._seconds) / len(self._seconds), phase="", waiting_for="")
-        if is_due(version, self._total, self._interval):
-            self.say(line_of(version, self._total, metrics))
+        super().end(version, metrics)
 
     def say(self, text: str) -> None:
         self._console.print(Text(text), soft_wrap=True)
@@ -247,6 +229,8 @@ class Shown:
 
 def display(shown: Shown, now: float) -> RenderableType:
     """Draw the run, the groups of this iteration, and the current phase with the last one's results."""
+    seconds, num_left = shown.seconds, shown.total - shown.version
+    left = None if seconds is None else seconds * num_left - (now - shown.begun)
     bars = Table.grid(padding=(0, 2))
     bars.add_column(no_wrap=True)
     bars.add_column(width=24)
@@ -254,7 +238,7 @@ def display(shown: Shown, now: float) -> RenderableType:
     bars.add_row(
         Text(f"iteration {shown.version + 1} of {shown.total}", style="bold"),
         ProgressBar(total=max(shown.total, 1), completed=shown.version),
-        Text(f"{_clock(_left(shown, now))} left" if shown.seconds is not None else ""),
+        Text("" if left is None else f"{_clock(max(left, 0.0))} left"),
     )
     if shown.num_groups:
         bars.add_row(
@@ -330,11 +314,6 @@ def _rates(metrics: Mapping[str, Any]) -> str:
         f"{rate:,.0f} {word}" for rate, word in ((generated, "generated"), (trained, "trained")) if rate is not None
     ]
     return f"tokens/s {', '.join(known)}" if known else ""
-
-
-def _left(shown: Shown, now: float) -> float:
-    assert shown.seconds is not None
-    return max(shown.seconds * (shown.total - shown.version) - (now - shown.begun), 0.0)
 
 
 def _number(value: float | None, form: str) -> str:

@@ -6,7 +6,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -138,7 +138,8 @@ def find_differences(configs: Sequence[SavedConfig | None]) -> list[tuple[str, s
             places |= {(section, name): None for section, values in config.sections.items() for name in values}
     rows: list[tuple[str, str, list[str | None]]] = []
     for section, name in places:
-        texts = [_text_at(config, section, name) for config in configs]
+        values = [None if config is None else config.sections.get(section, {}).get(name) for config in configs]
+        texts = [None if value is None else value.text for value in values]
         known = [text for text, config in zip(texts, configs, strict=True) if config is not None]
         if len(set(known)) > 1:
             rows.append((section, name, texts))
@@ -153,11 +154,6 @@ def list_given(config: SavedConfig) -> list[tuple[str, str, str, str]]:
         for name, value in values.items()
         if value.source.startswith("--")
     ]
-
-
-def _text_at(config: SavedConfig | None, section: str, name: str) -> str | None:
-    value: Any = None if config is None else config.sections.get(section, {}).get(name)
-    return None if value is None else value.text
 
 
 # The findings of `megatron-rl drift`, for the report.

@@ -39,7 +39,7 @@ class TensorBoardSink:
 class WandbSink:
     """A run in Weights & Biases, resumed by its id; WANDB_MODE=offline keeps it in the local folder."""
 
-    def __init__(self, config: ObserveConfig, run: str, settings: Mapping[str, Any]) -> None:
+    def __init__(self, config: ObserveConfig, run: str) -> None:
         wandb = _imported("wandb", "wandb", "--wandb-project")
         if config.wandb_save_dir:
             # If the folder does not exist, wandb writes to a temporary one instead.
@@ -52,7 +52,6 @@ class WandbSink:
             # An id may not have these characters.
             id=re.sub(r"[/\\#?%:\s]", "-", run),
             resume="allow",
-            config=dict(settings),
         )
         # Plotted over the version: wandb's own count of steps cannot go back to where a resumed run continues.
         self._run.define_metric("version")
@@ -93,20 +92,14 @@ class Sinks:
                 self._say(f"{type(sink).__name__} fails and is left out from now on: {type(error).__name__}: {error}")
 
 
-def sinks_of(
-    config: ObserveConfig,
-    run: str,
-    version: int,
-    say: Callable[[str], None],
-    settings: Mapping[str, Any] | None = None,
-) -> Sinks:
-    """Make the sinks of the flags, for a run that starts at `version`; `settings` are shown next to its curves."""
+def sinks_of(config: ObserveConfig, run: str, version: int, say: Callable[[str], None]) -> Sinks:
+    """Make the sinks of the flags, for a run that starts at `version`."""
     sinks: list[Sink] = []
     folder = config.tensorboard_dir
     if folder is not None:
         _add(sinks, f"--tensorboard-dir {folder}", lambda: TensorBoardSink(folder, version), say)
     if config.wandb_project:
-        _add(sinks, f"--wandb-project {config.wandb_project}", lambda: WandbSink(config, run, settings or {}), say)
+        _add(sinks, f"--wandb-project {config.wandb_project}", lambda: WandbSink(config, run), say)
     elif config.wandb_exp_name or config.wandb_entity or config.wandb_save_dir:
         say("without --wandb-project, --wandb-exp-name, --wandb-entity and --wandb-save-dir have no effect")
     return Sinks(sinks, say)

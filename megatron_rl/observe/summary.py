@@ -42,7 +42,8 @@ def chart(title: str, curves: Mapping[str, Points], width: int = 60, height: int
     labelled = (0, height // 2, height - 1) if height > 1 else ()
     labels = {row: f"{top - (top - bottom) * row / (height - 1):.3g}" for row in labelled} or {0: f"{top:.3g}"}
     margin = max(map(len, labels.values()))
-    lines = [title] if len(shown) == 1 else ["   ".join((title, *_legend(shown)))]
+    legend = [f"{mark} {label}" for mark, label in zip(_MARKS * len(shown), shown, strict=False)]
+    lines = [title] if len(shown) == 1 else ["   ".join((title, *legend, f"{_SEVERAL} several"))]
     lines += [f"{labels.get(row, ''):>{margin}} |{''.join(cells).rstrip()}" for row, cells in enumerate(rows)]
     lines.append(f"{'':>{margin}} +{'-' * width}")
     left, right = f"{first:g}", f"{last:g}" if last > first else ""
@@ -66,11 +67,6 @@ def _columns(points: Points, first: float, last: float, width: int) -> list[floa
 
 def _row(value: float, bottom: float, top: float, height: int) -> int:
     return height - 1 if top == bottom else int((top - value) / (top - bottom) * (height - 1) + 0.5)
-
-
-def _legend(curves: Mapping[str, Points]) -> list[str]:
-    marks = zip(_MARKS * len(curves), curves, strict=False)
-    return [*(f"{mark} {label}" for mark, label in marks), f"{_SEVERAL} several"]
 
 
 def _range(values: Iterable[float]) -> tuple[float, float]:

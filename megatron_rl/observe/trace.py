@@ -273,22 +273,15 @@ def _window(record: Mapping[str, Any], measured: Mapping[int, _Offset]) -> Windo
         version=version,
         begin=begin,
         end=record["end"] + offset,
-        spans=tuple(_span(begin, kinds, *row) for row in record["spans"]),
+        spans=tuple(_span(begin, kinds, row) for row in record["spans"]),
         facts={name: value for name, value in record.items() if name not in _OWN},
         num_dropped=record["dropped"],
         error=error,
     )
 
 
-def _span(
-    start: float,
-    kinds: list[dict[str, Any]],
-    kind: int,
-    begin: int,
-    length: int,
-    number: int | None = None,
-    amount: int | None = None,
-) -> Span:
+def _span(start: float, kinds: list[dict[str, Any]], row: list[Any]) -> Span:
+    kind, begin, length, number, amount, *_ = *row, None, None
     details = dict(kinds[kind])
     lane, name = details.pop("lane"), details.pop("name")
     first = start + begin * _MICROSECOND
@@ -320,10 +313,6 @@ class Offset:
 
     seconds: float
     error: float
-
-    def back(self) -> "Offset":
-        """Return the seconds to add to the other clock to get this one."""
-        return Offset(-self.seconds, self.error)
 
 
 def estimate_offset(exchanges: Iterable[Exchange]) -> Offset:

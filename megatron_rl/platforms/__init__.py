@@ -62,8 +62,7 @@ def select(name: str | None = None) -> Platform:
 
 @functools.cache
 def _platform(name: str) -> Platform:
-    platform: Platform = getattr(_load(name), f"{name.capitalize()}Platform")()
-    return platform
+    return getattr(_load(name), f"{name.capitalize()}Platform")()
 
 
 def _load(name: str) -> ModuleType:

@@ -25,20 +25,14 @@ from megatron_rl.platforms.megatron_patches import Patch, unknown_megatron
 DEVICE = torch.device("cpu")
 
 
+def nothing(*arguments: Any, **keywords: Any) -> None:
+    """Accept any arguments and do nothing."""
+
+
 class Event:
-    """A marker in the only queue, which is always passed."""
+    """A marker in the only queue, which is always passed: earlier calls have done their work."""
 
-    def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        """Accept the arguments of torch.cuda.Event."""
-
-    def record(self, stream: Any = None) -> None:
-        """Do nothing: earlier calls have done their work."""
-
-    def wait(self, stream: Any = None) -> None:
-        """Do nothing: earlier calls have done their work."""
-
-    def synchronize(self) -> None:
-        """Do nothing: earlier calls have done their work."""
+    __init__ = record = wait = synchronize = nothing
 
     def query(self) -> bool:
         return True
@@ -49,22 +43,11 @@ class Event:
 
 
 class Stream:
-    """The only queue."""
+    """The only queue, before and after a context: earlier calls have done their work."""
 
     device = DEVICE
     cuda_stream = 0
-
-    def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        """Accept the arguments of torch.cuda.Stream."""
-
-    def wait_stream(self, stream: Any) -> None:
-        """Do nothing: earlier calls have done their work."""
-
-    def wait_event(self, event: Any) -> None:
-        """Do nothing: earlier calls have done their work."""
-
-    def synchronize(self) -> None:
-        """Do nothing: earlier calls have done their work."""
+    __init__ = wait_stream = wait_event = synchronize = __exit__ = nothing
 
     def query(self) -> bool:
         return True
@@ -74,23 +57,6 @@ class Stream:
 
     def __enter__(self) -> "Stream":
         return self
-
-    def __exit__(self, *error: object) -> None:
-        """Do nothing: the queue remains the only one."""
-
-
-class AnyIndex:
-    """A sequence with the same element at every index: one device stands for all."""
-
-    def __init__(self, element: Any) -> None:
-        self._element = element
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._element
-
-
-def nothing(*arguments: Any, **keywords: Any) -> None:
-    """Accept any arguments and do nothing."""
 
 
 def zero(*arguments: Any, **keywords: Any) -> int:
@@ -158,7 +124,7 @@ def random_numbers() -> dict[str, Any]:
     return {
         "_lazy_call": lambda function, **keywords: function(),
         "_lazy_init": nothing,
-        "default_generators": AnyIndex(torch.default_generator),
+        "default_generators": collections.defaultdict(lambda: torch.default_generator),
         "manual_seed": seed,
         "manual_seed_all": seed,
         **random_state(),

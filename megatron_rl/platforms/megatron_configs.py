@@ -2,7 +2,6 @@
 
 
 def find_megatron_version() -> str:
-    """Return the version of the installed megatron-core."""
     import megatron.core
 
     return str(megatron.core.__version__)

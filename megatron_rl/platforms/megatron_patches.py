@@ -6,6 +6,7 @@ installed. Each patch checks the code that it changes, and raises on a megatron-
 """
 
 import builtins
+import contextlib
 import dataclasses
 import importlib.machinery
 import inspect
@@ -14,7 +15,7 @@ import os
 import pickle
 import queue
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -48,6 +49,17 @@ def install_patches(patches: Iterable[Patch]) -> None:
 def replace_import(function: Callable[..., ModuleType]) -> None:
     """Replace `__import__` in megatron's modules, and nowhere else."""
     _hook().import_function = function
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
+    """Let an attribute have another value within the context."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
 def expect_parameters(owner: Any, name: str, *expected: str) -> Callable[..., Any]:
@@ -114,15 +126,10 @@ class _Loader(importlib.machinery.SourceFileLoader):
     def exec_module(self, module: ModuleType) -> None:
         if self._finder.import_function is not None:
             # For an import statement, Python looks up `__import__` in the builtins of the module's globals.
-            module.__dict__["__builtins__"] = _builtins_with(self._finder.import_function)
+            module.__dict__["__builtins__"] = {**vars(builtins), "__import__": self._finder.import_function}
         super().exec_module(module)
         for patch in self._finder.patches.get(self.name, ()):
             patch.apply(module)
-
-
-def _builtins_with(import_function: Callable[..., ModuleType]) -> Mapping[str, Any]:
-    """Return Python's builtins with another `__import__`."""
-    return {**vars(builtins), "__import__": import_function}
 
 
 def _hook() -> _Finder:

@@ -3,13 +3,12 @@
 This module is written against the sources of MindSpeed's branch core_r0.16.0; it has not run on an NPU.
 """
 
-import contextlib
 import importlib
 import importlib.util
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 from megatron_rl import versions
 from megatron_rl.errors import PlatformError
 from megatron_rl.platforms.host import is_bound_to_cores
+from megatron_rl.platforms.megatron_patches import replaced
 from megatron_rl.platforms.platform import Accelerator, sum_in_fixed_order
 
 # The minor version of megatron-core, MindSpeed's branch for it, and the version in that branch's setup.py.
@@ -57,7 +57,7 @@ class NpuPlatform(Accelerator):
         # apex before it imports megatron, so nothing may import megatron earlier.
         _load("torch_npu", "run CANN's set_env.sh in this shell, and install the torch_npu that was built for torch")
         # The adaptor parses the command line itself, and puts flags that it knows, unconverted, into configurations.
-        with _without_flags():
+        with replaced(sys, "argv", sys.argv[:1]):
             _load(
                 "mindspeed.megatron_adaptor",
                 "install MindSpeed from its branch for your megatron-core, and its dependencies",
@@ -98,16 +98,6 @@ def _load(name: str, remedy: str) -> ModuleType:
         return importlib.import_module(name)
     except ImportError as error:
         raise PlatformError(f"{name} does not load ({error}): {remedy}") from error
-
-
-@contextlib.contextmanager
-def _without_flags() -> Iterator[None]:
-    """Take the flags off the command line within this context."""
-    arguments, sys.argv = sys.argv, sys.argv[:1]
-    try:
-        yield
-    finally:
-        sys.argv = arguments
 
 
 def _check_torch_npu() -> None:

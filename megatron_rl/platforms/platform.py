@@ -270,8 +270,7 @@ class Accelerator(Platform):
         return self.namespace.current_stream()
 
     def on(self, stream: Any) -> AbstractContextManager:
-        context: AbstractContextManager = self.namespace.stream(stream)
-        return context
+        return self.namespace.stream(stream)
 
     def host_copy(self, values: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(values, device="cpu", pin_memory=True).copy_(values)
@@ -289,12 +288,10 @@ class Accelerator(Platform):
 
     def seconds_between(self, first: Any, last: Any) -> float:
         last.synchronize()
-        seconds: float = first.elapsed_time(last) / 1e3
-        return seconds
+        return first.elapsed_time(last) / 1e3
 
     def rng_state(self) -> torch.Tensor:
-        state: torch.Tensor = self.namespace.get_rng_state()
-        return state
+        return self.namespace.get_rng_state()
 
     def set_rng_state(self, state: torch.Tensor) -> None:
         self.namespace.set_rng_state(state)

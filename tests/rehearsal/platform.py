@@ -3,6 +3,7 @@
 Megatron gets a view of torch in which "cuda" means this device, as torch_npu makes it do on an NPU.
 """
 
+import collections
 import contextlib
 import functools
 import os
@@ -19,7 +20,7 @@ from megatron_rl import platforms
 from megatron_rl.ops.shared_prompt.backends import flash_npu
 from megatron_rl.platforms import MemoryFigures, Platform, cpu_torch, host, sum_in_fixed_order
 from megatron_rl.platforms.cpu import CpuPlatform
-from megatron_rl.platforms.cpu_torch import AnyIndex, Replacement, nothing
+from megatron_rl.platforms.cpu_torch import Replacement, nothing
 from megatron_rl.platforms.megatron_patches import Patch, replace_import
 from tests.kernels.npu_operators import NpuOperators
 from tests.rehearsal import device
@@ -168,7 +169,7 @@ def random_numbers() -> dict[str, Any]:
     return {
         "_lazy_call": lambda function, **keywords: function(),
         "_lazy_init": nothing,
-        "default_generators": AnyIndex(device.generator),
+        "default_generators": collections.defaultdict(lambda: device.generator),
         "manual_seed": seed,
         "manual_seed_all": seed,
         **random_state(),

@@ -258,13 +258,13 @@ def test_wandb_resumes_the_run_of_this_id_over_its_versions(monkeypatch, tmp_pat
     wandb = SimpleNamespace(init=lambda **named: calls.append(named) or run)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     config = ObserveConfig(wandb_project="p", wandb_entity="me", wandb_save_dir=str(tmp_path / "w"))
-    to = sinks.sinks_of(config, "a/run", 4, pytest.fail, {"lr": 1.0})
+    to = sinks.sinks_of(config, "a/run", 4, pytest.fail)
     to.write(4, {"version": 4, "reward": {"mean": 0.5}})
     to.close()
     to.close()
     place = {"project": "p", "entity": "me", "name": "a/run", "dir": str(tmp_path / "w")}
     assert calls == [
-        {**place, "id": "a-run", "resume": "allow", "config": {"lr": 1.0}},
+        {**place, "id": "a-run", "resume": "allow"},
         ("metric", "version", {}),
         ("metric", "*", {"step_metric": "version"}),
         ("log", {"reward/mean": 0.5, "version": 4}),

@@ -89,7 +89,7 @@ def test_without_a_terminal_an_aligned_line_is_printed_each_interval_and_at_the_
     for version in range(10):
         shown.begin(version, 8)
         shown.phase("generating")
-        shown.counts(finished=3, trained=1, waiting_for="5 groups")
+        shown.counts(3, 1, "5 groups")
         shown.end(version, metrics_record(version, seconds=10.0**version))
     shown.end(10, {"version": 10, "evaluation": {"pass": 0.75, "mean": 0.5, "num_samples": 4}})
     shown.close()
@@ -175,10 +175,10 @@ def test_a_terminal_gets_a_live_display_that_its_own_thread_redraws(monkeypatch)
     with os.fdopen(writer, "w") as stream:
         shown = progress.progress_of(ObserveConfig(), 3, stream)
         started = time.monotonic()
-        with shown:
+        with contextlib.closing(shown):
             shown.begin(0, 2)
             for count in range(20000):
-                shown.counts(finished=count)
+                shown.counts(count, 0, "")
             shown.phase("evaluating")
             time.sleep(0.6)
             shown.say("a [warning]")
@@ -216,7 +216,7 @@ def test_updates_of_two_threads_to_the_display_are_both_kept(monkeypatch):
         return replace(now, **changes)
 
     monkeypatch.setattr(progress.dataclasses, "replace", slowly)
-    other = threading.Thread(target=shown.counts, kwargs={"finished": 5})
+    other = threading.Thread(target=shown.counts, args=(5, 0, ""))
     other.start()
     shown.phase("train")
     other.join()
@@ -232,7 +232,7 @@ def test_a_reader_that_is_gone_ends_the_progress_and_not_the_loop(kind, capfd, m
     shown = progress.progress_of(ObserveConfig(progress=kind), 3, stream)
     for version in range(3):
         shown.begin(version, 2)
-        shown.counts(trained=1)
+        shown.counts(0, 1, "")
         shown.end(version, metrics_record(version))
     shown.say("still said")
     shown.close()
@@ -252,7 +252,7 @@ def test_a_terminal_that_goes_while_nothing_is_said_is_noticed(capfd, monkeypatc
     shown.begin(0, 2)
     os.close(reader)
     for _ in range(1200):
-        shown.counts(trained=1)
+        shown.counts(0, 1, "")
         time.sleep(0.05)
         errors = capfd.readouterr().err
         if errors:

@@ -78,9 +78,9 @@ def test_text_has_the_tokens_of_a_demonstration(model, tmp_path):
     ({"prompt": "n1", "chosen": "n2", "rejected": ""}, "has an empty rejected response"),
     ({"chosen": "n2", "rejected": "n3"}, "has no column prompt"),
     ({"prompt": "n1", "chosen": 3, "rejected": "n3"}, "has a number as its chosen response"),
-    ({"chosen": chat("n1", "n2"), "rejected": chat("n1", "n2", "n3", "n4")}, "has a response of 0 messages after the"),
-    ({"chosen": chat("n1", "n2", "n3", "n4"), "rejected": chat("n1", "n5", "n3", "n4")}, "has a response of 3 messages"),
-    ({"prompt": "n1", "chosen": chat("n1", "n2"), "rejected": chat("n1", "n3")}, "has a response of 2 messages after"),
+    ({"chosen": chat("n1", "n2"), "rejected": chat("n1", "n2", "n3", "n4")}, "has a response of 0"),
+    ({"chosen": chat("n1", "n2", "n3", "n4"), "rejected": chat("n1", "n5", "n3", "n4")}, "has a response of 3"),
+    ({"prompt": "n1", "chosen": chat("n1", "n2"), "rejected": chat("n1", "n3")}, "has a response of 2"),
     ({"chosen": ANSWERS[0], "rejected": ANSWERS[1]}, "has no prompt, and two chats that share no first message"),
 ])  # fmt: skip
 def test_a_row_that_is_no_pair_is_an_error_that_names_it(model, tmp_path, row, message):
@@ -128,7 +128,7 @@ def test_a_flag_that_pairs_do_not_read_is_an_error(base, words, message):
 
 def test_a_flag_of_two_stages_names_both(base):
     words = [word if word != "dpo" else "sft" for word in base]
-    assert "needs --stage grpo, which samples responses or --stage dpo, which reads pairs" in error(
+    assert "needs --stage grpo, which samples responses, or --stage dpo, which reads pairs" in error(
         *words, "--frozen-offload"
     )
 

@@ -56,7 +56,7 @@ def reporter(
         checkpoint=CheckpointConfig(),
         rollout=SimpleNamespace(dtype=None, engine=engine, hosts=None),
         publish=SimpleNamespace(dtype=None),
-        architecture=SimpleNamespace(dtype="float32"),
+        architecture=SimpleNamespace(dtype="float32", experts=experts),
         algorithm=algorithm,
         transformer=SimpleNamespace(**{"moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None, **(experts or {})}),
     )

@@ -124,7 +124,8 @@ def test_trls_preferences_have_their_loss_and_sample_nothing(tmp_path: Path) -> 
 
 
 def test_the_command_of_trls_dpo_is_known_and_what_it_cannot_do_is_named(tmp_path: Path) -> None:
-    script = "accelerate launch --num_processes 4 dpo.py --model_name_or_path m --f_divergence_type js_divergence --loss_type sigmoid sft\n"
+    script = "accelerate launch --num_processes 4 dpo.py --model_name_or_path m --f_divergence_type js_divergence"
+    script += " --loss_type sigmoid sft\n"
     found = translate_text(tmp_path, "run.sh", script)
     assert (found.words["--stage"], found.ranks) == (["dpo"], 4)
     assert translate_text(tmp_path, "run.sh", "trl dpo --model_name_or_path m").words["--stage"] == ["dpo"]

@@ -168,7 +168,7 @@ def test_a_failure_is_not_truncated_and_is_shown_with_the_first_reason() -> None
 
 SETTINGS: Any = SimpleNamespace(
     algorithm=AlgorithmConfig(advantage="mean"),
-    transformer=SimpleNamespace(moe_aux_loss_coeff=0.0, moe_z_loss_coeff=None),
+    architecture=SimpleNamespace(experts=None),
 )
 
 

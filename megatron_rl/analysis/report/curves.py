@@ -89,7 +89,9 @@ def derive_throughput(
             if rate is not None and count:
                 add(f"per_device/{name}_tokens_per_second", record["version"], rate / count)
         if size is not None and peak and num_devices:
-            add("per_device/model_flops_utilisation", record["version"], _utilisation(record, num_devices, size, peak))
+            flops, seconds = count_flops(record, size), number_at(record, TIME, "iteration")
+            used = None if flops is None or not seconds else flops / (seconds * num_devices * peak)
+            add("per_device/model_flops_utilisation", record["version"], used)
     return {name: _pack(*thin(xs, ys)) for name, (xs, ys) in curves.items()}
 
 
@@ -106,11 +108,6 @@ def count_flops(record: Mapping[str, Any], size: ModelSize) -> float | None:
     prompt_length, response_length = prompt / groups, response / responses
     seen = prompt * prompt_length / 2 + response * (prompt_length + response_length / 2)
     return 6.0 * size.num_multiplied * (prompt + response) + 12.0 * size.attention_width * seen
-
-
-def _utilisation(record: Mapping[str, Any], num_devices: int, size: ModelSize, peak: float) -> float | None:
-    flops, seconds = count_flops(record, size), number_at(record, TIME, "iteration")
-    return None if flops is None or not seconds else flops / (seconds * num_devices * peak)
 
 
 def _pack(xs: Sequence[float], ys: Sequence[float]) -> dict[str, list[float]]:

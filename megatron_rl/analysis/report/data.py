@@ -1,8 +1,9 @@
 """The data of a report, in the form that the page's script reads."""
 
+import collections
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,8 @@ class RunFiles:
             "num_iterations": sum("reward" in record or "loss" in record for record in records),
             "pass_name": metrics.pass_name(records),
             "start_seconds": metrics.start_seconds(records),
-            "nonfinite": _list_nonfinite(records),
+            # For each name, the versions in which it was not finite.
+            "nonfinite": collections.Counter(name for record in records for name in record.get("nonfinite", ())),
             "curves": curves,
             "times": collect_times(records),
             "devices": {"trainer": known.num_devices, "engines": known.num_engine_devices},
@@ -160,15 +162,6 @@ def _read_drift(run: Path) -> Any:
         return msgspec.to_builtins(run_folder.read_findings(run))
     except InputError as error:
         return {"problem": str(error)}
-
-
-def _list_nonfinite(records: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Count, for each name, the versions in which it was not finite."""
-    counts: dict[str, int] = {}
-    for record in records:
-        for name in record.get("nonfinite", ()):
-            counts[name] = counts.get(name, 0) + 1
-    return counts
 
 
 def _sign_all(folder: Path, pattern: str) -> tuple[object, ...]:

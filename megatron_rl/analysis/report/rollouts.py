@@ -47,9 +47,7 @@ class _Tokens(msgspec.Struct):
 class _SampleLine:
     offset: int
     num_bytes: int
-    version: int
-    kind: str
-    row: str
+    head: _Head
 
 
 class SampleFile:
@@ -82,7 +80,7 @@ class SampleFile:
                 if head is None:
                     self.num_unreadable += 1
                 else:
-                    self._lines.append(_SampleLine(self._end, len(line), head.version, head.kind, head.row))
+                    self._lines.append(_SampleLine(self._end, len(line), head))
                 self._end += len(line)
 
     def choose(self, most_bytes: int = MOST_BYTES) -> dict[str, Any]:
@@ -103,7 +101,7 @@ class SampleFile:
         with self.path.open("rb") as file:
             file.seek(last.offset)
             head = _decode(file.read(last.num_bytes), _Head)
-        return head is not None and (head.version, head.row) == (last.version, last.row)
+        return head is not None and (head.version, head.row) == (last.head.version, last.head.row)
 
     def _read(self, line: _SampleLine) -> dict[str, Any] | None:
         with self.path.open("rb") as file:
@@ -115,13 +113,13 @@ class SampleFile:
 def _choose(lines: Iterable[_SampleLine], most_bytes: int) -> list[_SampleLine]:
     strata: dict[tuple[int, str], list[_SampleLine]] = {}
     for line in lines:
-        strata.setdefault((line.version, line.kind), []).append(line)
+        strata.setdefault((line.head.version, line.head.kind), []).append(line)
     order = sorted(range(len(strata)), key=lambda place: f"{place:040b}"[::-1])
     turns = {place: turn for turn, place in enumerate(order)}
     candidates = [
         (round_number, turns[place], line)
         for place, stratum in enumerate(strata.values())
-        for round_number, line in enumerate(sorted(stratum, key=lambda line: _draw(line.row)))
+        for round_number, line in enumerate(sorted(stratum, key=lambda line: _draw(line.head.row)))
     ]
     chosen, room = [], most_bytes
     for _, _, line in sorted(candidates, key=lambda item: item[:2]):

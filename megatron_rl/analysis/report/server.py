@@ -4,6 +4,7 @@ The page itself holds no data of the runs. It asks for them with the token, whic
 the command prints. Browsers send no fragment to a server, and no command line shows it.
 """
 
+import contextlib
 import hmac
 import json
 import secrets
@@ -19,7 +20,7 @@ _HOST = "127.0.0.1"
 _SUMMARY, _ROLLOUTS = "/summary", "/rollouts/"
 
 
-class ReportServer:
+class ReportServer(contextlib.AbstractContextManager["ReportServer"]):
     """Answers until it is closed. On a request, data are read again if a file has changed."""
 
     def __init__(self, data: ReportData, page: str, port: int = 0) -> None:
@@ -43,9 +44,6 @@ class ReportServer:
                 f"--serve {port} cannot be opened: {error.strerror}; write another port, or none"
             ) from None
         self._server.daemon_threads = True
-
-    def __enter__(self) -> "ReportServer":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._server.server_close()

@@ -5,14 +5,14 @@ many spans keeps the longest, and says how many were left out.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.analysis.ledger import ENGINE_CAUSES, RANK_CAUSES, compute_ledger
 from megatron_rl.errors import InputError
 from megatron_rl.observe import trace as trace_file
-from megatron_rl.observe.trace import GROUPS, Process, Span, Trace, Window
+from megatron_rl.observe.trace import GROUPS, Process, Span, Trace
 
 _NUM_NEWEST, _NUM_SLOWEST = 6, 3
 MOST_SPANS = 4000
@@ -57,7 +57,10 @@ def describe_iteration(trace: Trace, version: int, most: int = MOST_SPANS) -> di
         "seconds": max(window.end for _, window in windows) - begin,
         "error": max(errors, default=None),
         "num_left_out": sum(window.num_dropped for _, window in windows) + len(spans) - len(longest),
-        "lanes": [[lane, list(_describe_spans(of_lane, begin))] for lane, of_lane in lanes.items()],
+        "lanes": [
+            [lane, [_describe_span(row, span, begin) for row, span in stack(of_lane)]]
+            for lane, of_lane in lanes.items()
+        ],
     }
 
 
@@ -70,11 +73,10 @@ def stack(spans: Sequence[Span]) -> Iterator[tuple[int, Span]]:
         yield row, span
 
 
-def _describe_spans(spans: Sequence[Span], begin: float) -> Iterator[list[Any]]:
-    for row, span in stack(spans):
-        details = {name: value for name, value in span.details.items() if value not in (None, False)}
-        first = round((span.begin - begin) * _MICRO)
-        yield [row, span.name, first, round(span.seconds * _MICRO), span.number, span.amount, details]
+def _describe_span(row: int, span: Span, begin: float) -> list[Any]:
+    details = {name: value for name, value in span.details.items() if value not in (None, False)}
+    first = round((span.begin - begin) * _MICRO)
+    return [row, span.name, first, round(span.seconds * _MICRO), span.number, span.amount, details]
 
 
 def _name_lane(process: Process, span: Span) -> str:
@@ -90,10 +92,6 @@ def _choose(trace: Trace) -> list[int]:
     versions = trace.versions
     if not versions:
         return []
-    seconds = _measure(trace.processes[0].windows)
+    seconds = {window.version: window.end - window.begin for window in trace.processes[0].windows}
     slowest = sorted(versions, key=lambda version: -seconds.get(version, 0.0))[:_NUM_SLOWEST]
     return sorted({versions[0], *slowest, *versions[-_NUM_NEWEST:]})
-
-
-def _measure(windows: Sequence[Window]) -> Mapping[int, float]:
-    return {window.version: window.end - window.begin for window in windows}

@@ -103,8 +103,7 @@ class RowOrder:
 
     def state(self) -> dict[str, Any]:
         """Return the state for `restore`, as plain JSON."""
-        state: dict[str, Any] = msgspec.to_builtins(self._place())
-        return state
+        return msgspec.to_builtins(self._place())
 
     def restore(self, state: object) -> None:
         """Continue from a state; if the data set or the order differs, raise an InputError that says how."""
@@ -185,7 +184,11 @@ class RowOrder:
 
     def _find_order(self, epoch: int) -> np.ndarray:
         if self._of_epoch[0] != epoch:
-            order = _shuffled(self.num_rows, self._seed, epoch) if self._shuffle else np.arange(self.num_rows)
+            order = np.arange(self.num_rows)
+            if self._shuffle:
+                # RandomState is numpy's only generator with the same numbers in every version.
+                words = np.frombuffer(digest_text(f"epoch\0{self._seed}\0{epoch}"), dtype="<u4")
+                order = np.random.RandomState(words).permutation(self.num_rows)
             self._of_epoch = (epoch, order)
         return self._of_epoch[1]
 
@@ -193,12 +196,6 @@ class RowOrder:
 def digest_text(text: str) -> bytes:
     """Hash a text into 16 bytes."""
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
-
-
-def _shuffled(count: int, seed: int, epoch: int) -> np.ndarray:
-    """Draw the order of an epoch. RandomState is numpy's only generator with the same numbers in every version."""
-    words = np.frombuffer(digest_text(f"epoch\0{seed}\0{epoch}"), dtype="<u4")
-    return np.random.RandomState(words).permutation(count)
 
 
 class Prompted(Protocol):
@@ -375,10 +372,7 @@ class MixedOrder:
 
     def state(self) -> dict[str, Any]:
         sources = [order.state() for order in self._orders]
-        state: dict[str, Any] = msgspec.to_builtins(
-            _PlaceInSources(sources=sources, weights=self._weights, put_off=self._put_off)
-        )
-        return state
+        return msgspec.to_builtins(_PlaceInSources(sources=sources, weights=self._weights, put_off=self._put_off))
 
     def restore(self, state: object) -> None:
         try:

@@ -77,8 +77,7 @@ class PromptTokenizer:
     @property
     def end_of_text(self) -> int | None:
         """Token that ends a response to text; None if the tokenizer has none."""
-        end: int | None = self.tokenizer.eos_token_id
-        return end
+        return self.tokenizer.eos_token_id
 
     @functools.cached_property
     def end_of_turn(self) -> int | None:

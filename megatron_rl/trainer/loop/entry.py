@@ -77,7 +77,8 @@ class Entry:
         Imports take most of a start: on a busy machine, or from a network disk, they take long. With --progress none
         the timer does not run.
         """
-        timer = threading.Timer(_SILENCE_SECONDS, _say_late)
+        text = f"start {_SILENCE_SECONDS:6.1f} s  torch and Megatron are being imported"
+        timer = threading.Timer(_SILENCE_SECONDS, lambda: print(text, file=sys.stderr, flush=True))
         timer.daemon = True
         if self._watch.rank == 0 and "none" not in sys.argv:
             timer.start()
@@ -99,7 +100,3 @@ class Entry:
 
     def say(self, text: str) -> None:
         print(f"{self.name}: {text}", file=sys.stderr, flush=True)
-
-
-def _say_late() -> None:
-    print(f"start {_SILENCE_SECONDS:6.1f} s  torch and Megatron are being imported", file=sys.stderr, flush=True)

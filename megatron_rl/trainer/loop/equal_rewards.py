@@ -3,12 +3,19 @@
 Pure. Such iterations come in streaks. A warning says that a streak begins, and a note gives the length of a longer one.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_rl.algorithm.library import ADVANTAGES
+from megatron_rl.command_line.algorithm_checks import list_other_terms
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import count_noun
+
+# The terms that advantages of these names have though all rewards of each group are equal.
+_OF_ADVANTAGES = {
+    "global": ["the distance to the mean reward of the iteration before (--grpo-advantage global)"],
+    "gdpo": ["reward functions whose values differ where their sums do not (--grpo-advantage gdpo)"],
+}
 
 
 class Failures:
@@ -68,28 +75,9 @@ class EqualRewards:
         return f"note: in each of the last {length} iterations every response of a group got the same reward"
 
     def _warn(self, num_groups: int) -> str:
-        others = list(_list_other_terms(self._settings))
+        others = [*_OF_ADVANTAGES.get(self._settings.algorithm.advantage, ()), *list_other_terms(self._settings)]
         gradient = f"the gradient can come only from {' and '.join(others)}" if others else "the gradient is zero"
         return (
             f"warning: in all {num_groups} groups every response got the same reward: {gradient} (repeated only "
             "after rewards have differed)"
         )
-
-
-def _list_other_terms(settings: Settings) -> Iterator[str]:
-    """Yield the terms that have a gradient though all rewards of each group are equal."""
-    algorithm, transformer = settings.algorithm, settings.transformer
-    if algorithm.advantage == "global":
-        yield "the distance to the mean reward of the iteration before (--grpo-advantage global)"
-    if algorithm.advantage == "gdpo":
-        yield "reward functions whose values differ where their sums do not (--grpo-advantage gdpo)"
-    if algorithm.kl_beta:
-        yield "the divergence from the reference (--grpo-kl-beta)"
-    if algorithm.teacher is not None:
-        yield "the divergence from the teacher (--teacher)"
-    if algorithm.roles:
-        yield "a role from a file (--grpo-role)"
-    if algorithm.entropy_coef:
-        yield "the entropy (--grpo-entropy-coef)"
-    if transformer.moe_aux_loss_coeff or transformer.moe_z_loss_coeff:
-        yield "the auxiliary losses of routers"

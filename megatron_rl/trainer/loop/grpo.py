@@ -25,6 +25,7 @@ from megatron_rl.trainer.loop.rank import Rank
 from megatron_rl.trainer.loop.reporter import Reporter, RunLog, open_log
 from megatron_rl.trainer.loop.rollouts import Rollouts, Schedule, build_rollouts, build_sampling
 from megatron_rl.trainer.loop.saver import RunState, StartPoint, name_weights
+from megatron_rl.trainer.loop.trainer import Stage
 from megatron_rl.trainer.mcore.publish.probe import Probe
 from megatron_rl.trainer.mcore.publish.publisher import Publisher, build_transport
 from megatron_rl.trainer.mcore.step.policy import FrozenModel, Policy
@@ -35,7 +36,7 @@ _SIDECAR_SECONDS = 60.0
 
 
 @dataclasses.dataclass(frozen=True)
-class GrpoStage:
+class GrpoStage(Stage):
     """Learns from groups that engines sample."""
 
     run: str
@@ -151,19 +152,15 @@ def _connect(rank: Rank, sidecar: OwnSidecar | None) -> RolloutClient:
     """Wait for the sidecar and take it for this run."""
     settings, session = rank.settings, rank.session
 
-    def find() -> Address | None:
-        if session.rank != 0:
-            return None
+    def find() -> Address:
         if sidecar is None:
             return read_given_address(settings)
         # If an engine does not start in time, the sidecar reports it, with the engine's last words.
         return sidecar.address(settings.rollout.start_minutes * 60 + _SIDECAR_SECONDS)
 
-    address = session.broadcast(session.run_or_raise_everywhere(find))
-    assert address is not None
+    address = session.run_on_first(find)
     client = rank.stack.enter_context(address.client(settings.service.patience_seconds))
-    lease = session.run_or_raise_everywhere(lambda: client.take_lease(settings.name) if session.rank == 0 else 0)
-    client.use_lease(session.broadcast(lease))
+    client.use_lease(session.run_on_first(lambda: client.take_lease(settings.name)))
     return client
 
 

@@ -91,10 +91,24 @@ def load_inputs(settings: RunSettings, checked: CheckedInputs, startup: Startup)
     """Tokenize the data."""
     name = {"grpo": "prompts", "sft": "demonstrations", "dpo": "pairs"}[settings.run.stage]
     startup.say(f"{name}: they are read and tokenized")
-    demonstrations = _load_demonstrations(settings) if checked.rows is None else None
-    prompts = None if checked.rows is None else _tokenize_prompts(settings, checked.rows, checked.offered)
-    data = demonstrations or prompts
-    assert data is not None
+    model, sizes = settings.model.hf_model, settings.sizes
+    assert model is not None
+    of_run = {"seed": settings.training.seed, "vocab_size": settings.architecture.vocab_size}
+    demonstrations = prompts = None
+    if checked.rows is None:
+        load = importlib.import_module(_DEMONSTRATIONS).load_demonstrations
+        longest = settings.training.seq_length
+        data = demonstrations = load(settings.data, model, settings.run.stage, longest=longest, **of_run)
+    else:
+        data = prompts = tokenize_prompts(
+            checked.rows,
+            settings.data,
+            model,
+            longest=sizes.longest_prompt,
+            has_environments=settings.environment.has_turns,
+            tools=() if checked.offered is None else checked.offered.tools,
+            **of_run,
+        )
     startup.say(describe_prompts(data.num_rows, data.num_held_out, data.num_read, name))
     if prompts is not None:
         _check_tokens(settings, prompts)
@@ -107,23 +121,8 @@ def _describe_environment(settings: RunSettings) -> Description | None:
     if settings.environment.source is None:
         return None
     secrets = find_secrets(settings.rollout.hosts)
-    offered: Description = load_part("environments").describe_environment(
+    return load_part("environments").describe_environment(
         settings.environment, settings.reward, settings.folder, secrets, settings.sidecar
-    )
-    return offered
-
-
-def _tokenize_prompts(settings: RunSettings, rows: PromptRows, offered: Description | None) -> PromptSource:
-    assert settings.model.hf_model is not None
-    return tokenize_prompts(
-        rows,
-        settings.data,
-        settings.model.hf_model,
-        seed=settings.training.seed,
-        longest=settings.sizes.longest_prompt,
-        vocab_size=settings.architecture.vocab_size,
-        has_environments=settings.environment.has_turns,
-        tools=() if offered is None else offered.tools,
     )
 
 
@@ -137,19 +136,6 @@ def _check_tokens(settings: Settings, prompts: PromptSource) -> None:
     for other in _list_others(settings):
         flag = flags.get(id(other), "--critic")
         importlib.import_module(_TEACHER).check_tokens(flag, other.model.hf_model, settings.model.hf_model, some)
-
-
-def _load_demonstrations(settings: RunSettings) -> "DemonstrationSource":
-    assert settings.model.hf_model is not None and settings.training.seq_length is not None
-    loaded: DemonstrationSource = importlib.import_module(_DEMONSTRATIONS).load_demonstrations(
-        settings.data,
-        settings.model.hf_model,
-        settings.run.stage,
-        seed=settings.training.seed,
-        longest=settings.training.seq_length,
-        vocab_size=settings.architecture.vocab_size,
-    )
-    return loaded
 
 
 def _check_weights(settings: Settings) -> None:
@@ -174,22 +160,15 @@ def check_save_folder(settings: Settings) -> None:
     """Raise an InputError if --save holds checkpoints that this run may not replace."""
     config = settings.checkpoint
     folders.check_own(config.save, config.load)
-    if (loaded := _find_source(settings)) is not None:
+    if (loaded := folders.find_named(config.load, config.ckpt_step)) is not None:
         version, source = loaded
         folders.find_resumed(config.save, 0 if config.finetune else version, source)
 
 
-def _find_source(settings: Settings) -> tuple[int, Path] | None:
-    """Return the iteration and the folder of the checkpoint that the run loads; None if it loads none."""
-    config = settings.checkpoint
-    if config.load is None or (config.ckpt_step is None and not folders.holds_checkpoint(config.load)):
-        return None
-    return folders.find(config.load, config.ckpt_step)
-
-
 def _find_loaded(settings: Settings) -> tuple[int, Path] | None:
     """Return the version and the folder of the checkpoint that the run resumes; None if it begins at version 0."""
-    return None if settings.checkpoint.finetune else _find_source(settings)
+    config = settings.checkpoint
+    return None if config.finetune else folders.find_named(config.load, config.ckpt_step)
 
 
 def _read_loaded(settings: Settings) -> tuple[KeptState, Path] | None:
@@ -231,7 +210,12 @@ def _compare_loaded(settings: Settings) -> list[str]:
 def _note_reference(settings: RunSettings) -> list[str]:
     """Note that pairs are compared with other weights than training begins with."""
     begun = settings.checkpoint.load if settings.checkpoint.finetune else settings.lora.load
-    if settings.run.stage != "dpo" or begun is None or settings.algorithm.ref_model is not None:
+    if (
+        settings.run.stage != "dpo"
+        or begun is None
+        or settings.algorithm.ref_model
+        or not has_reference(make_look_up(settings))
+    ):
         return []
     return [
         f"training begins with the weights of {begun}, and the reference is --hf-model {settings.model.hf_model}: to "

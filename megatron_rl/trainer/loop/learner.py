@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -80,7 +81,7 @@ class Learner:
         for update in range(slots.division.plan.num_updates):
             of_update = self.forward_backward(slots, update, equal)
             with self._timeline.part("agree"):
-                found = self._session.gather_or_raise_everywhere(lambda of_update=of_update: self._check(of_update))  # type: ignore[misc]
+                found = self._session.gather_or_raise_everywhere(partial(_check, of_update, self._unreplayed))
             of_replicas = [part for part in found if part is not None]
             mismatch = combine_parts(of_replicas, mismatch_bound)
             if not mismatch.is_accepted:
@@ -118,10 +119,6 @@ class Learner:
                 self._roles.keep_old(slots, equal)
             return copy_to_host([report["statistics"] for report in reports])
 
-    def _check(self, statistics: list[Statistics]) -> ReplicaMismatch | None:
-        found = _check(statistics)
-        return None if found is None else dataclasses.replace(found, unreplayed=self._unreplayed)
-
     def _step(self, slots: IterationSlots, update: int, of_update: list[Statistics]) -> UpdateOutcome:
         shares = [
             self._objective.share(one.num_targets, one.num_responses) for one in slots.select_update(update).facts
@@ -136,15 +133,12 @@ class Learner:
                 self._policy.forget_gradients()
                 return UpdateOutcome(0.0, 0.0, was_taken=True, denominator=denominator, critic=of_critic)
         if self._is_divided:
-            denominator *= self._compute_deviation(of_update)
+            # The deviation of the update's advantages, over all replicas.
+            of_replica = combine_statistics(of_update)[0] if is_reporter() else None
+            found = self._session.gather_or_raise_everywhere(lambda: of_replica)
+            denominator *= compute_deviation(sums for sums in found if sums is not None)
         outcome = make_update(self._policy, denominator, lambda: self._timeline.span("update"))
         return dataclasses.replace(outcome, critic=of_critic)
-
-    def _compute_deviation(self, of_update: list[Statistics]) -> float:
-        """Compute the deviation of an update's advantages, over all replicas."""
-        of_replica = combine_statistics(of_update)[0] if is_reporter() else None
-        found = self._session.gather_or_raise_everywhere(lambda: of_replica)
-        return compute_deviation(sums for sums in found if sums is not None)
 
 
 def _describe_unscored(slots: IterationSlots, update: int) -> str:
@@ -173,7 +167,7 @@ def make_update(
     return UpdateOutcome(result.gradient_norm, result.learning_rate, result.was_taken, denominator, result.num_zeros)
 
 
-def _check(statistics: list[Statistics]) -> ReplicaMismatch | None:
+def _check(statistics: list[Statistics], unreplayed: Unreplayed | None = None) -> ReplicaMismatch | None:
     """Return the mismatch of this replica's tokens, on its reporting rank; raise unless every loss is finite."""
     for number, one in enumerate(statistics):
         loss = float(one.sums["loss"])
@@ -187,4 +181,4 @@ def _check(statistics: list[Statistics]) -> ReplicaMismatch | None:
         return None
     sums, maxima = combine_statistics(statistics)
     num_differing = int(sums["mismatch_differing"])
-    return ReplicaMismatch(sums["mismatch"], maxima["mismatch"], int(sums["targets"]), num_differing=num_differing)
+    return ReplicaMismatch(sums["mismatch"], maxima["mismatch"], int(sums["targets"]), unreplayed, num_differing)

@@ -47,6 +47,7 @@ class Lines(abc.ABC):
         self._peer = peer
         self._told: list[Message] = list(told)
         self._lock = threading.Lock()
+        self._all_there = threading.Event()
         self._closed = threading.Event()
 
     def tell(self, *message: Any) -> None:
@@ -60,9 +61,9 @@ class Lines(abc.ABC):
         with self._lock:
             self._send(list(message))
 
-    @abc.abstractmethod
     def wait_until_told(self, seconds: float) -> bool:
         """Wait at most `seconds` until all ranks are connected; return whether they are."""
+        return self._all_there.wait(seconds)
 
     @property
     @abc.abstractmethod
@@ -85,13 +86,9 @@ class Hub(Lines):
         self._listener = listener
         self._never_there = set(range(1, num_others + 1))
         self._lines: dict[_Connection, int | None] = {}
-        self._all_there = threading.Event()
         listener.setblocking(False)
         os.register_at_fork(after_in_child=listener.close)
         threading.Thread(target=self._listen, name="lifelines", daemon=True).start()
-
-    def wait_until_told(self, seconds: float) -> bool:
-        return self._all_there.wait(seconds)
 
     @property
     def missing(self) -> list[int]:
@@ -163,15 +160,11 @@ class Spoke(Lines):
         super().__init__(peer, [_greet(rank)])
         self._address = host, port
         self._line: _Connection | None = None
-        self._connected = threading.Event()
         threading.Thread(target=self._listen, name="lifeline", daemon=True).start()
-
-    def wait_until_told(self, seconds: float) -> bool:
-        return self._connected.wait(seconds)
 
     @property
     def missing(self) -> list[int]:
-        return [] if self._connected.is_set() else [0]
+        return [] if self._all_there.is_set() else [0]
 
     def close(self) -> None:
         self._closed.set()
@@ -188,7 +181,7 @@ class Spoke(Lines):
             line = self._connect()
             if line is not None:
                 self._follow(line)
-            if self._connected.is_set() and not self._closed.is_set():
+            if self._all_there.is_set() and not self._closed.is_set():
                 self._peer.lost(0)
                 return
             # No process that listens there said that it is rank 0.
@@ -198,10 +191,10 @@ class Spoke(Lines):
         """Pass on rank 0's messages until the connection ends, or shows that it is not rank 0's."""
         while not self._closed.is_set() and (messages := line.receive()) is not None:
             for message in messages:
-                if self._connected.is_set():
+                if self._all_there.is_set():
                     self._peer.receive(message)
                 elif _read_greeting(message) == 0:
-                    self._connected.set()
+                    self._all_there.set()
                 else:
                     line.close()
                     return

@@ -164,7 +164,11 @@ def compute_metrics(measures: Measures, updates: Sequence[UpdateOutcome], larges
         "loss": sums["loss"] / sum(update.denominator for update in updates),
         "entropy": sums["entropy"] / targets,
         "ratio": sums["ratio"] / targets,
-        **{f"clip_fraction_{bound}": sums[f"clipped_{bound}"] / targets for bound in _list_bounds(sums)},
+        **{
+            f"clip_fraction_{bound}": sums[f"clipped_{bound}"] / targets
+            for bound in ("low", "high", "dual")
+            if f"clipped_{bound}" in sums
+        },
         "gradient_norm": updates[-1].gradient_norm,
         "learning_rate": updates[-1].learning_rate,
         "skipped_updates": sum(not update.was_taken for update in updates),
@@ -274,11 +278,6 @@ def describe_auxiliary(sums: Mapping[str, float]) -> dict[str, float]:
     """Compute the means of the routers' auxiliary losses."""
     names = ("moe_load_balancing_loss", "moe_z_loss")
     return {name: sums[name] / sums["micro_batches"] for name in names if name in sums}
-
-
-def _list_bounds(sums: Mapping[str, float]) -> Iterable[str]:
-    """List the bounds of the ratio that the loss has."""
-    return (bound for bound in ("low", "high", "dual") if f"clipped_{bound}" in sums)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,8 +12,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from megatron_rl import platforms
 from megatron_rl.command_line.run import RunSettings, Sizes
@@ -59,14 +58,9 @@ class RankCount(contextlib.AbstractContextManager["RankCount"]):
             raise UsageError(_describe_failure((errors.strip() or "no reason was given").splitlines()[-1]))
         return int(output.splitlines()[-1])
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._process.kill()
         self._process.communicate()
-
-    def __enter__(self) -> Self:
-        return self
 
 
 def begin_count(settings: RunSettings) -> RankCount | None:

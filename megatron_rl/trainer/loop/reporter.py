@@ -174,11 +174,8 @@ class SamplesReporter(MetricsReporter):
                 self.say(line)
             if (iteration := now.get("iteration")) is not None:
                 groups, waiting = iteration["groups"], now["slots_waited_for"]
-                self._progress.counts(
-                    finished=groups["finished"] + groups["claimed"],
-                    trained=groups["claimed"],
-                    waiting_for=f"slot {waiting[0]}" if waiting else "",
-                )
+                num_finished = groups["finished"] + groups["claimed"]
+                self._progress.counts(num_finished, groups["claimed"], f"slot {waiting[0]}" if waiting else "")
 
     def close(self) -> None:
         self._closed.set()

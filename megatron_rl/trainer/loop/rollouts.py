@@ -26,7 +26,7 @@ from megatron_rl.observe.metrics import (
 from megatron_rl.observe.timeline import Timeline
 from megatron_rl.shared.protocol.client import RolloutClient
 from megatron_rl.shared.protocol.slots import Division
-from megatron_rl.shared.protocol.wire import Census, Drafts, GroupPart, Mismatch, Sampling, Slot, Submission, decode
+from megatron_rl.shared.protocol.wire import Census, Drafts, Mismatch, Sampling, Slot, Submission, decode
 from megatron_rl.trainer.data.batch import Batcher, build_preparation
 from megatron_rl.trainer.data.device_copier import DeviceCopier
 from megatron_rl.trainer.data.prompts import PromptSource
@@ -263,10 +263,7 @@ def build_rollouts(
         describe_own_files(settings),
         describe_objective(settings) | weights,
     )
-
-    def make_batcher(baseline: float | None) -> Batcher:
-        return build_batcher(settings, session.device, advantages, baseline)
-
+    make_batcher = functools.partial(build_batcher, settings, session.device, advantages)
     return Rollouts(client, session, terms, make_batcher, schedule, prompts, timeline, state)
 
 
@@ -281,10 +278,6 @@ def build_sampling(settings: RunSettings, temperature: float, prompts: PromptSou
         ignore_eos=sampling.ignore_eos,
         max_turns=settings.environment.max_turns if settings.environment.has_turns else 0,
     )
-
-
-def _name_teacher(part: GroupPart) -> str:
-    return f"{TEACHER.name}.{part.teacher}"
 
 
 def build_batcher(
@@ -305,5 +298,7 @@ def build_batcher(
         prepare=build_preparation(settings, device),
         num_parts=settings.transformer.context_parallel_size,
         replayed=settings.architecture if settings.rollout.replay_routing else None,
-        choose=_name_teacher if any("." in name for name in settings.frozen) else None,
+        choose=(lambda part: f"{TEACHER.name}.{part.teacher}")
+        if any("." in name for name in settings.frozen)
+        else None,
     )

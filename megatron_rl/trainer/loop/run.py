@@ -84,7 +84,10 @@ def train(
         trainer = None
         with watch, room_checked(*_list_written(settings)), contextlib.ExitStack() as parts:
             with contextlib.nullcontext() if sidecar is None else sidecar.reported(watch.fail, startup.say):
-                session = start_session(settings, _find_waiting(settings), functools.partial(meet, watch))
+                # A rank waits for engines to start, and then for an iteration's last group.
+                minutes = settings.rollout.start_minutes + settings.service.deadline_minutes
+                waiting = datetime.timedelta(minutes=minutes if settings.run.stage == "grpo" else 0)
+                session = start_session(settings, waiting, functools.partial(meet, watch))
                 startup.end_part("process groups")
                 check_agreement(session.gather(settings.training.micro_batch_size))
                 check_same_attention(session.gather(settings.attention))
@@ -164,7 +167,10 @@ def _prepare_device(settings: RunSettings, session: Session, startup: Startup) -
     # Tests on a CPU have not run the kernels of an accelerator.
     if session.device.type == "cpu":
         if settings.rollout.is_batch_invariant:
-            session.run_or_raise_everywhere(lambda: _try_invariance(settings))
+            architecture, dtype = settings.architecture, settings.transformer.params_dtype
+            session.run_or_raise_everywhere(
+                lambda: importlib.import_module(INVARIANT).try_operations(architecture, dtype)
+            )
         return settings
     settle = importlib.import_module(_SETTLING).settle_backends
     frozen = {name: settle(one, session, startup.say) for name, one in settings.frozen.items()}
@@ -175,10 +181,6 @@ def _prepare_device(settings: RunSettings, session: Session, startup: Startup) -
     return settings
 
 
-def _try_invariance(settings: Settings) -> None:
-    importlib.import_module(INVARIANT).try_operations(settings.architecture, settings.transformer.params_dtype)
-
-
 def _try_main_gradients(settings: Settings, device: torch.device) -> None:
     """Raise unless the device adds weight gradients to main gradients as the run will."""
     dtype = settings.transformer.params_dtype
@@ -186,28 +188,20 @@ def _try_main_gradients(settings: Settings, device: torch.device) -> None:
         main_gradients.check_device(device, dtype, torch.float32 if settings.ddp.grad_reduce_in_fp32 else dtype)
 
 
-def _find_waiting(settings: Settings) -> datetime.timedelta:
-    """Return how long a rank may wait for engines to start, and then for an iteration's last group."""
-    if settings.run.stage != "grpo":
-        return datetime.timedelta()
-    return datetime.timedelta(minutes=settings.rollout.start_minutes + settings.service.deadline_minutes)
-
-
 def _train(
     settings: RunSettings, trainer: Trainer, watch: Watch, stop: StopRequest, sidecar: OwnSidecar | None
 ) -> None:
     places = RankPlaces(settings.folder) if watch.rank == 0 else None
     watch.follow(trainer, 60.0 * settings.distributed.distributed_timeout_minutes, places)
-    with contextlib.nullcontext() if sidecar is None else _watched(sidecar, watch, trainer), leaving_out_what_exists():
+    watched: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if sidecar is not None:
+        # When it ends, all ranks end, but a checkpoint that is being saved is finished first.
+        watched = sidecar.watched(watch.fail, is_busy=lambda: trainer.place[1] == "save")
+    with watched, leaving_out_what_exists():
         trainer.train()
     stop.over()
     if watch.rank == 0:
         _print_summary(settings, trainer)
-
-
-def _watched(sidecar: OwnSidecar, watch: Watch, trainer: Trainer) -> contextlib.AbstractContextManager[None]:
-    """End all ranks when the sidecar ends, but first let a checkpoint be finished that is being saved."""
-    return sidecar.watched(watch.fail, is_busy=lambda: trainer.place[1] == "save")
 
 
 def _print_summary(settings: RunSettings, trainer: Trainer) -> None:

@@ -124,7 +124,7 @@ class Saver:
         if config.save_hf is not None:
             hf_folder = iteration_folder(config.save_hf, version)
             # An earlier attempt may have left a folder there, which does not match the checkpoint written now.
-            self._session.run_or_raise_everywhere(lambda: withdraw(hf_folder) if self._session.rank == 0 else None)
+            self._session.run_on_first(lambda: withdraw(hf_folder))
         if config.save is not None:
             self._checkpointer.save(version, vars(self._describe(state)))
             self.last_saved = iteration_folder(config.save, version)
@@ -166,16 +166,11 @@ class Saver:
         dtype, base = settings.publish.dtype, self._policy.base
         if base is not None:
             # Before the weights, whose folder tells a resumed run that this one exists too.
-            adapters = self._adapters_folder(folder)
-            self._session.run_or_raise_everywhere(lambda: withdraw(adapters) if self._session.rank == 0 else None)
+            adapters = folder.with_name(f"{folder.name}_adapter")
+            self._session.run_on_first(lambda: withdraw(adapters))
             base.save_adapters(self._session, adapters, dtype)
         self._policy.weights.save_hf(folder, settings.model.hf_model, dtype, self._stops)
         self.last_hf = folder
-
-    @staticmethod
-    def _adapters_folder(folder: Path) -> Path:
-        """Return PEFT's folder, next to the folder of the merged weights."""
-        return folder.with_name(f"{folder.name}_adapter")
 
     def _describe(self, state: RunState) -> KeptState:
         return KeptState(

@@ -82,8 +82,7 @@ def _settle(
 
 def _read(target: str, settings: Settings) -> str:
     subject, field = target.split(".")
-    value: str = getattr(getattr(settings, subject), field)
-    return value
+    return getattr(getattr(settings, subject), field)
 
 
 def _find_fault(

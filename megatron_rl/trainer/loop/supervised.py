@@ -11,7 +11,6 @@ import importlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
@@ -30,7 +29,8 @@ from megatron_rl.trainer.loop.learner import TrainingFailed, make_update, sum_ov
 from megatron_rl.trainer.loop.measures import Evaluator, Learned, Measures, UpdateOutcome, describe_auxiliary
 from megatron_rl.trainer.loop.rank import Rank
 from megatron_rl.trainer.loop.reporter import RunLog, open_log
-from megatron_rl.trainer.loop.saver import RunState, StartPoint
+from megatron_rl.trainer.loop.saver import StartPoint
+from megatron_rl.trainer.loop.trainer import Stage
 from megatron_rl.trainer.mcore.session import Session
 from megatron_rl.trainer.mcore.step.auxiliary import take_losses
 from megatron_rl.trainer.mcore.step.forward_step import (
@@ -203,7 +203,7 @@ class Packs:
 
 
 @dataclasses.dataclass(frozen=True)
-class SupervisedStage:
+class SupervisedStage(Stage):
     run: str
     """The run's name."""
     policy: Policy
@@ -219,10 +219,6 @@ class SupervisedStage:
     evaluator: Evaluator = Evaluator()
     rates: ClassVar[Mapping[str, str]] = {"trained": "tokens.computed"}
 
-    @property
-    def state(self) -> RunState:
-        return RunState()
-
     def publish(self, version: int) -> Identity:
         return Identity(self.run, version, "")
 
@@ -236,12 +232,6 @@ class SupervisedStage:
         metrics = compute_supervised_metrics(measures, learned.updates[-1], self.largest_micro_batch, self.task)
         assert self.source is not None
         return metrics | {"epochs": self.source.epochs}
-
-    def list_remarks(self, checkpoint: Path | None) -> Sequence[str]:
-        return ()
-
-    def close(self) -> None:
-        pass
 
     def take(self) -> Packs:
         """Return the packs of the replica's part of the next update."""

@@ -24,7 +24,6 @@ from megatron_rl.observe.trace import (
 )
 from megatron_rl.shared.protocol.client import RolloutClient
 from megatron_rl.shared.records.append_file import AppendFailed
-from megatron_rl.shared.weights.mapping import Coordinates
 from megatron_rl.trainer.mcore.session import Session
 from megatron_rl.trainer.mcore.step.trace import StepTrace
 
@@ -90,8 +89,8 @@ class RankTrace:
             # If the sidecar is lost, the loop reports it.
             self._sidecar = None
             return {}
-        found = estimate_offset(self._answers).back()
-        return {"clocks": {SIDECAR: [found.seconds + self._offset, found.error]}}
+        found = estimate_offset(self._answers)
+        return {"clocks": {SIDECAR: [self._offset - found.seconds, found.error]}}
 
 
 def open_trace(
@@ -100,14 +99,20 @@ def open_trace(
     """Begin or resume the trace of a run; every rank calls it. Drop its lines of `version` and later ones."""
     offset, error = align_clocks(session)
     where = session.coordinates
-    facts = {"offset": offset, "error": error, **_describe(session, where)}
+    facts = {"offset": offset, "error": error, "replica": session.replica}
+    facts |= {"stage": where.pipeline_rank, "tensor": where.tensor_rank}
     name = f"rank-{session.rank}"
 
     def open_file() -> TraceFile:
         file = TraceFile(run, name, facts)
         file.restart(version)
-        if session.rank == 0:
-            _drop_others(run, session.world_size, version)
+        # Lines of ranks that an earlier attempt had and this one does not.
+        for path in (run / FOLDER).glob("rank-*.jsonl") if session.rank == 0 else ():
+            number = path.stem.removeprefix("rank-")
+            if number.isdecimal() and int(number) >= session.world_size:
+                other = TraceFile(run, path.stem)
+                other.restart(version)
+                other.close()
         return file
 
     file = session.run_or_raise_everywhere(open_file)
@@ -141,17 +146,3 @@ def _answer(session: Session, rank: int) -> None:
     dist.recv(box, rank, group=session.control_group)
     box[0] = time.monotonic()
     dist.send(box, rank, group=session.control_group)
-
-
-def _describe(session: Session, where: Coordinates) -> dict[str, Any]:
-    return {"replica": session.replica, "stage": where.pipeline_rank, "tensor": where.tensor_rank}
-
-
-def _drop_others(run: Path, num_ranks: int, version: int) -> None:
-    """Drop the lines, from this version on, of ranks that an earlier attempt had and this one does not."""
-    for path in (run / FOLDER).glob("rank-*.jsonl"):
-        number = path.stem.removeprefix("rank-")
-        if number.isdecimal() and int(number) >= num_ranks:
-            file = TraceFile(run, path.stem)
-            file.restart(version)
-            file.close()

@@ -1,58 +1,53 @@
 """The loop of a run. The stage decides how an iteration learns: `grpo.py`, `supervised.py`."""
 
+import abc
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 from megatron_rl.trainer.data.slots import Identity
 from megatron_rl.trainer.loop.measures import Evaluator, Learned, Measures
 from megatron_rl.trainer.loop.reporter import RunLog
 from megatron_rl.trainer.loop.saver import RunState, Saver
 from megatron_rl.trainer.loop.stop import Course
+from megatron_rl.trainer.loop.watch import Followed
 from megatron_rl.trainer.mcore.session import Session
 
 
-class Stage(Protocol):
+class Stage(abc.ABC):
     """The part of an iteration that --stage decides; all ranks call each method, unless it says otherwise."""
 
-    @property
-    def log(self) -> RunLog: ...
-
-    @property
-    def evaluator(self) -> Evaluator: ...
-
-    @property
-    def rates(self) -> Mapping[str, str]:
-        """The rates in the metrics, in tokens per second: by name, the measure that counts the tokens."""
-        ...
+    log: RunLog
+    evaluator: Evaluator
+    rates: ClassVar[Mapping[str, str]]
+    """The rates in the metrics, in tokens per second: by name, the measure that counts the tokens."""
 
     @property
     def state(self) -> RunState:
         """The values that the last iteration left to the next one."""
-        ...
+        return RunState()
 
+    @abc.abstractmethod
     def publish(self, version: int) -> Identity:
         """Bring the policy to the engines, if the stage has any; return the identity of its weights."""
-        ...
 
+    @abc.abstractmethod
     def learn(self, identity: Identity) -> Learned:
         """Make the updates of an iteration."""
-        ...
 
+    @abc.abstractmethod
     def describe(self, learned: Learned, measures: Measures) -> dict[str, Any]:
         """Return an iteration's metrics, on rank 0; `measures` are those of all replicas."""
-        ...
 
     def list_remarks(self, checkpoint: Path | None) -> Sequence[str]:
         """Return lines for people at the end of a run, on rank 0; `checkpoint` is the last one that it wrote."""
-        ...
+        return ()
 
     def close(self) -> None:
         """Release what must not outlive the process; a second call does nothing."""
-        ...
 
 
-class Trainer:
+class Trainer(Followed):
     """One rank of the run. Version v is the model after v iterations."""
 
     def __init__(self, session: Session, stage: Stage, saver: Saver, course: Course) -> None:
@@ -76,7 +71,8 @@ class Trainer:
             learned = self._stage.learn(identity)
             is_stopped = self._report(identity, learned, evaluation)
             version += 1
-            self._save(version, is_last=is_stopped or version == num_iterations)
+            with self.log.phase("save"):
+                self.saver.save_if_due(version, is_stopped or version == num_iterations, self._stage.state)
             self.log.trace.end(version - 1)
         if not is_stopped:
             self._evaluate_last(version)
@@ -85,11 +81,9 @@ class Trainer:
 
     @property
     def place(self) -> tuple[int, str]:
-        """The place of the loop, as in `Timeline.place`; any thread may ask."""
         return self.log.timeline.place
 
     def describe_interrupt(self) -> str:
-        """Return what an interrupt loses, and how to resume."""
         return self.saver.describe_loss()
 
     def tidy(self) -> None:
@@ -126,21 +120,13 @@ class Trainer:
                 for of_rank, _, _ in handed_in:
                     measures.merge(of_rank)
                 metrics = {**_name(identity), **self._stage.describe(learned, measures), **evaluation}
-                metrics["time"] = self._take_times(measures) | metrics.get("time", {})
+                times = log.timeline.take()
+                for name, tokens in self._stage.rates.items():
+                    times[f"{name}_tokens_per_second"] = measures.sums[tokens] / times["iteration"]
+                metrics["time"] = times | metrics.get("time", {})
                 kept = {slot: kept_N for _, _, of_rank in handed_in for slot, kept_N in of_rank.items()}
                 log.reporter.iteration(version, metrics, learned.batches, kept)
             return any(is_over for _, is_over, _ in handed_in)
-
-    def _take_times(self, measures: Measures) -> dict[str, float]:
-        """Return the seconds of an iteration's parts, and the tokens per second."""
-        times = self.log.timeline.take()
-        for name, tokens in self._stage.rates.items():
-            times[f"{name}_tokens_per_second"] = measures.sums[tokens] / times["iteration"]
-        return times
-
-    def _save(self, version: int, is_last: bool) -> None:
-        with self.log.phase("save"):
-            self.saver.save_if_due(version, is_last, self._stage.state)
 
     def _finish(self, version: int) -> None:
         """Wait until everything is written, and print the remarks of the stage."""

@@ -20,8 +20,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from megatron_rl.errors import ExitCode, MegatronRLError, PlatformError
 from megatron_rl.trainer.loop.lifelines import Hub, Lines, Message, Spoke, listen
@@ -51,32 +50,19 @@ _SECONDS_BETWEEN_REPORTS = 2.0
 _MOST_REPORTS_A_SECOND = 500
 
 
-class Followed(Protocol):
-    """The run of this process."""
+class Followed:
+    """The run of this process; this class stands for a run that has not begun."""
 
     @property
     def place(self) -> tuple[int, str]:
         """The number of steps so far, and the part of an iteration that runs now; any thread may ask."""
-        ...
+        return 0, "other"
 
     def tidy(self) -> None:
         """Clean up a process that is being ended; it must take no more than a moment."""
-        ...
 
     def describe_interrupt(self) -> str:
         """Return what an interrupt loses, and how to resume."""
-        ...
-
-
-class _NothingToFollow:
-    """A process whose run has not begun."""
-
-    place = (0, "other")
-
-    def tidy(self) -> None:
-        pass
-
-    def describe_interrupt(self) -> str:
         return "no iteration had begun, and nothing is lost"
 
 
@@ -126,13 +112,13 @@ class Stalls:
         )
 
 
-class Watch:
+class Watch(contextlib.AbstractContextManager["Watch"]):
     """A context around the ranks' joint work: within it, once connected, a rank learns of the others' failures."""
 
     def __init__(self, rank: int = 0, world_size: int = 1) -> None:
         self.rank = rank
         self.world_size = world_size
-        self._followed: Followed = _NothingToFollow()
+        self._followed = Followed()
         self._lines: Lines | None = None
         self._lock = threading.Lock()
         self._first: Failure | None = None
@@ -245,12 +231,7 @@ class Watch:
         if self._stalls is not None:
             self._stalls.receive(rank, num_steps, part)
 
-    def __enter__(self) -> "Watch":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if error is not None:
             self.fail(error)
         self.close()

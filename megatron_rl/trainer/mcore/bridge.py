@@ -71,13 +71,11 @@ def check_bridge(
     fingerprint = weights.fingerprint(published)
 
     def compare() -> str:
-        if session.rank != 0:
-            return ""
         check_fingerprint(folder, weights, published, fingerprint)
         is_device = session.device.type != "cpu"
         return check_log_probs(folder, architecture, weights.dtype, tokens, by_replica, is_device)
 
-    return session.broadcast(session.run_or_raise_everywhere(compare))
+    return session.run_on_first(compare)
 
 
 def check_fingerprint(folder: Path, weights: ModelWeights, dtype: str, fingerprint: str) -> None:

@@ -101,7 +101,7 @@ def _count_stage(settings: Settings, work: Workload, pack: Pack, stage: int) -> 
         together = _count_recomputed_together(settings, len(chunks[-1].decoder.layers))
         of_layer = together * _count_kept_of_a_layer(chunks[-1], pack)
         of_teachers = [_count_frozen(teacher) for teacher in settings.frozen.values()]
-        of_critic = None if settings.critic is None else _Trained.of(settings.critic, pack)
+        of_critic = None if settings.critic is None else _count_trained(settings.critic, pack)
     look_up, is_offloaded = make_look_up(settings), settings.loop.frozen_offload
     num_frozen = count_frozen(look_up, work.num_updates)
     # The reference of adapters is their base, and the old policy has a copy of them alone.
@@ -116,8 +116,9 @@ def _count_stage(settings: Settings, work: Workload, pack: Pack, stage: int) -> 
     num_published = _count_published(settings, parameters)
     if of_critic is not None:
         # Its activations come and go with the policy's.
-        own, kept = own + of_critic.bytes, [*map(operator.add, kept, of_critic.kept)]
-        frozen += of_critic.bytes.weights if work.num_updates > 1 else 0
+        bytes_of_critic, kept_of_critic = of_critic
+        own, kept = own + bytes_of_critic, [*map(operator.add, kept, kept_of_critic)]
+        frozen += bytes_of_critic.weights if work.num_updates > 1 else 0
     activations = _count_in_flight(settings, work, stage) * sum(kept) // len(kept)
     # An update begins once the activations are gone.
     of_update = _count_of_update(settings, parameters, own.optimizer) - activations
@@ -200,20 +201,12 @@ class _Bytes:
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Trained:
-    """The bytes of another model that is trained."""
-
-    bytes: _Bytes
-    kept: list[int]
-    """Those that each chunk keeps of a micro-batch."""
-
-    @classmethod
-    def of(cls, settings: Settings, pack: Pack) -> "_Trained":
-        config = copy.copy(settings.transformer)
-        chunks = build_chunks(config, settings.architecture, settings.model.make_vocab_size_divisible_by)
-        parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
-        return cls(_Bytes.of(settings, parameters), [_count_kept(chunk, pack) for chunk in chunks])
+def _count_trained(settings: Settings, pack: Pack) -> tuple[_Bytes, list[int]]:
+    """Count the bytes of another model that is trained, and those that each chunk keeps of a micro-batch."""
+    config = copy.copy(settings.transformer)
+    chunks = build_chunks(config, settings.architecture, settings.model.make_vocab_size_divisible_by)
+    parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    return _Bytes.of(settings, parameters), [_count_kept(chunk, pack) for chunk in chunks]
 
 
 def _count_logits(settings: Settings, pack: Pack) -> int:

@@ -1,5 +1,6 @@
 """The process groups of a run, started once and ended once, and a rank's place in them, which determines its shards."""
 
+import contextlib
 import dataclasses
 import datetime
 import os
@@ -47,7 +48,7 @@ def make_groups(sizes: ParallelSizes, **options: Any) -> None:
     )
 
 
-class Session:
+class Session(contextlib.AbstractContextManager["Session"]):
     """torch.distributed and Megatron's groups between `start` and `close`; use it as a context manager.
 
     The ranks meet within `timeout`, in the store that `meet` returns. A collective may take `timeout` plus `waiting`.
@@ -64,7 +65,9 @@ class Session:
     ):
         self.sizes = sizes
         self.platform = platform
-        self._started_distributed = _start_distributed(platform, timeout, waiting, meet or _meet)
+        self._started_distributed = _start_distributed(
+            platform, timeout, waiting, meet or (lambda timeout: next(dist.rendezvous("env://", timeout=timeout))[0])
+        )
         timeout += waiting
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self._store = dist.distributed_c10d._get_default_store()
@@ -86,9 +89,6 @@ class Session:
         self.coordinates = find_coordinates()
         self.all_coordinates: list[Coordinates] = [self.coordinates] * self.world_size
         dist.all_gather_object(self.all_coordinates, self.coordinates, group=self.control_group)
-
-    def __enter__(self) -> "Session":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -166,6 +166,11 @@ class Session:
         _, results = self._run_or_raise(action, lambda result: result)
         return results
 
+    def run_on_first(self, action: Callable[[], T]) -> T:
+        """Run `action` on rank 0, and return its result on every rank; if it fails, raise the same error on all."""
+        first, *_ = self.gather_or_raise_everywhere(lambda: action() if self.rank == 0 else None)
+        return first  # type: ignore[return-value] # rank 0 has run it
+
     def _run_or_raise(self, action: Callable[[], T], share: Callable[[T], U]) -> tuple[T, list[U]]:
         result: Any = None
         error: Exception | None = None
@@ -230,10 +235,6 @@ def _start_distributed(
         platform.collective_backend, store=store, rank=rank, world_size=world_size, timeout=timeout + waiting
     )
     return True
-
-
-def _meet(timeout: datetime.timedelta) -> dist.Store:
-    return next(dist.rendezvous("env://", timeout=timeout))[0]
 
 
 def find_coordinates() -> Coordinates:

@@ -30,7 +30,7 @@ from megatron_rl.command_line.run import RunSettings
 from megatron_rl.errors import PlatformError, UsageError
 from megatron_rl.flag import index_by_name
 from megatron_rl.platforms.megatron_configs import find_megatron_version
-from megatron_rl.platforms.megatron_patches import Patch, expect_parameters, install_patches, unknown_megatron
+from megatron_rl.platforms.megatron_patches import Patch, expect_parameters, install_patches, replaced, unknown_megatron
 from megatron_rl.trainer.loop.entry import Entry
 
 # Megatron's checks of arguments ask a CUDA device for its generation. On some generations they require environment
@@ -230,7 +230,8 @@ def parse_theirs(
 ) -> argparse.Namespace:
     """Have Megatron's parser parse its flags, which it reads from `sys.argv`."""
     ours = index_by_name(list_own_flags())
-    with _argv(select_words(words, theirs, ours)), _errors_of_argparse():
+    flags = select_words(words, theirs, ours)
+    with replaced(sys, "argv", [sys.argv[0], *flags]), _errors_of_argparse():
         return parse(extra)
 
 
@@ -260,16 +261,6 @@ def select_words(words: Sequence[str], names: Collection[str], others: Collectio
         if name in names or name not in others:
             selected += flag
     return selected
-
-
-@contextlib.contextmanager
-def _argv(words: Sequence[str]) -> Iterator[None]:
-    before = sys.argv
-    sys.argv = [before[0], *words]
-    try:
-        yield
-    finally:
-        sys.argv = before
 
 
 @contextlib.contextmanager

@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.utils import unwrap_model
 
 from megatron_rl.command_line.resolve import list_architecture_fields
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import UsageError
 from megatron_rl.flag import format_value
+from megatron_rl.platforms.megatron_patches import replaced
 from megatron_rl.trainer.loop.rank import Recipe
 from megatron_rl.trainer.mcore.model.adopt import adopt
 from megatron_rl.trainer.mcore.model.gpt import PackedGPTModel
@@ -58,7 +60,7 @@ class Provided:
             )
         from megatron.training.training import get_model
 
-        return [_unwrap(chunk) for chunk in get_model(self.model_provider, self.model_type, wrap_with_ddp=False)]
+        return unwrap_model(get_model(self.model_provider, self.model_type, wrap_with_ddp=False))
 
     def _build_from(self, described: Any) -> list[torch.nn.Module]:
         # Megatron stores in the configuration the functions that its schedules call, and they differ between models.
@@ -66,8 +68,7 @@ class Provided:
         described.transformer = copy.copy(described.transformer)
         builder = described.get_builder_cls()(described)
         groups = ProcessGroupCollection.use_mpu_process_groups()
-        chunks = builder.build_distributed_models(groups, wrap_with_ddp=False, model_type=self.model_type)
-        return [_unwrap(chunk) for chunk in chunks]
+        return unwrap_model(builder.build_distributed_models(groups, wrap_with_ddp=False, model_type=self.model_type))
 
 
 class MegatronWriters:
@@ -175,11 +176,8 @@ def _built_for_one_context_rank() -> Iterator[None]:
         stock(self, alone, *arguments, **keywords)
         self.config = config
 
-    DotProductAttention.__init__ = build
-    try:
+    with replaced(DotProductAttention, "__init__", build):
         yield
-    finally:
-        DotProductAttention.__init__ = stock
 
 
 def _check_settled(config: Any, settings: Settings) -> Iterator[str]:
@@ -205,9 +203,3 @@ def _list_differences(config: Any, settings: Settings) -> Iterator[str]:
                 f"the recipe's model has {field} = {format_value(value)}, config.json says {format_value(described)}: "
                 "engines must compute as the recipe does"
             )
-
-
-def _unwrap(chunk: Any) -> torch.nn.Module:
-    while hasattr(chunk, "module"):
-        chunk = chunk.module
-    return chunk  # type: ignore[no-any-return]

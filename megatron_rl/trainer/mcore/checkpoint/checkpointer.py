@@ -75,7 +75,7 @@ class Checkpointer:
         self._policy.synchronize()
         noted = self._session.broadcast(json.loads(json.dumps(extra)))
         prepared = serialization.prepare(
-            lambda: self._add_optimizer(self._collect_without_optimizer(version, noted)),
+            lambda: self._collect_state(version, noted),
             folder,
             version,
             self._session,
@@ -91,11 +91,23 @@ class Checkpointer:
 
     def poll(self) -> None:
         """Make the checkpoint that is being written the newest if it is complete, without waiting for it."""
-        self._finalize(is_waiting=False)
+        self.finish(is_waiting=False)
 
-    def finish(self) -> None:
-        """Wait until no checkpoint is being written."""
-        self._finalize(is_waiting=True)
+    def finish(self, is_waiting: bool = True) -> None:
+        """Wait until no checkpoint is being written, or do as `poll` does."""
+        if self._pending is None:
+            return
+        version, prepared = self._pending
+        try:
+            serialization.finish(
+                self._session, prepared, lambda: self._queue.maybe_finalize_async_calls(blocking=is_waiting)
+            )
+        except BaseException:
+            self._pending = None
+            raise
+        if not self._queue.get_num_unfinalized_calls():
+            self._pending = None
+            self._prune(version)
 
     def load(self) -> Loaded | None:
         """Load the checkpoint of --load. Without one, return None and leave the state as it was built."""
@@ -173,7 +185,7 @@ class Checkpointer:
         notes = self._make_notes(has_optimizer, wants_rng and not has_rng, source)
         return Loaded(version, {} if config.finetune else common.get(EXTRA, {}), notes, source)
 
-    def _collect_without_optimizer(self, version: int, extra: Mapping[str, Any]) -> dict[str, Any]:
+    def _collect_state(self, version: int, extra: Mapping[str, Any]) -> dict[str, Any]:
         """Collect the state under Megatron's names, and our own state under our keys."""
         state: dict[str, Any] = {"iteration": version, "checkpoint_version": 3.0, EXTRA: dict(extra)}
         state |= self._saved
@@ -187,7 +199,7 @@ class Checkpointer:
         state |= self._weights(reference, self._critic, CONTENT)
         if not self._config.no_save_rng:
             state |= state_dict.get_rng_state(self._session.platform)
-        return state
+        return state if self._config.no_save_optim else state | self._describe_optimizers(state, self._critic, CONTENT)
 
     def _weights(
         self, reference: FrozenModel | None, critic: Policy | None, content: Mapping[str, Any]
@@ -198,9 +210,6 @@ class Checkpointer:
         if critic is not None:
             state |= state_dict.build_other_state(state_dict.CRITIC, critic.chunks, content)
         return state
-
-    def _add_optimizer(self, state: dict[str, Any]) -> dict[str, Any]:
-        return state if self._config.no_save_optim else state | self._describe_optimizers(state, self._critic, CONTENT)
 
     def _describe_optimizers(
         self, state: Mapping[str, Any], critic: Policy | None, content: Mapping[str, Any], is_loading: bool = False
@@ -223,21 +232,6 @@ class Checkpointer:
             described = self._describe_optimizers(wanted, critic, content, is_loading=True)
             wanted |= {name: part for name, part in described.items() if name.endswith("optimizer")}
         return wanted | (state_dict.get_rng_state(self._session.platform) if has_rng else {})
-
-    def _finalize(self, is_waiting: bool) -> None:
-        if self._pending is None:
-            return
-        version, prepared = self._pending
-        try:
-            serialization.finish(
-                self._session, prepared, lambda: self._queue.maybe_finalize_async_calls(blocking=is_waiting)
-            )
-        except BaseException:
-            self._pending = None
-            raise
-        if not self._queue.get_num_unfinalized_calls():
-            self._pending = None
-            self._prune(version)
 
     def _prune(self, version: int) -> None:
         config = self._config
@@ -288,11 +282,10 @@ SAVED = "opt_param_scheduler"
 def check_loaded_schedule(settings: Settings, num_updates: int) -> None:
     """Raise an InputError if the checkpoint that --load names has another schedule than the flags."""
     config = settings.checkpoint
-    if config.load is None or config.finetune or config.no_load_optim:
+    loaded = folders.find_named(config.load, config.ckpt_step)
+    if loaded is None or config.finetune or config.no_load_optim:
         return
-    if config.ckpt_step is None and not folders.holds_checkpoint(config.load):
-        return
-    _, source = folders.find(config.load, config.ckpt_step)
+    _, source = loaded
     saved = serialization.read_common(source).get(SAVED)
     if saved is not None:
         check_schedule(resolve_schedule(settings, num_updates), saved, settings.schedule, source)

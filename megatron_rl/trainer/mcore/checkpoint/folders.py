@@ -38,6 +38,13 @@ def find(folder: Path, iteration: int | None = None) -> tuple[int, Path]:
     return iteration, _check_complete(iteration_folder(folder, iteration))
 
 
+def find_named(folder: Path | None, iteration: int | None) -> tuple[int, Path] | None:
+    """Return the same for the folder of --load; None if there is none, or if it is empty and no iteration is given."""
+    if folder is None or (iteration is None and not holds_checkpoint(folder)):
+        return None
+    return find(folder, iteration)
+
+
 def holds_checkpoint(folder: Path) -> bool:
     """Check whether `find` would find a checkpoint without a given iteration."""
     return (folder / TRACKER).exists() or (folder / "metadata.json").exists()

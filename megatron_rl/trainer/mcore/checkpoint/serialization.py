@@ -6,7 +6,7 @@ import functools
 import os
 import queue
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from inspect import signature
 from pathlib import Path
 from typing import Any, TypeVar
@@ -104,11 +104,7 @@ def prepare(
     the request except the writing itself do wait. Every rank raises if one rank does.
     """
     state = session.run_or_raise_everywhere(build)
-    created = session.run_or_raise_everywhere(
-        lambda: folders.stage(folder, iteration, loaded) if session.rank == 0 else None
-    )
-    staged = session.broadcast(created)
-    assert staged is not None
+    staged = session.run_on_first(lambda: folders.stage(folder, iteration, loaded))
     try:
         sizes = session.gather(_count_bytes(state))
         session.run_or_raise_everywhere(lambda: _check_room(staged, sum(sizes)))
@@ -118,11 +114,8 @@ def prepare(
             shutil.rmtree(staged, ignore_errors=True)
         raise
     request = _in_one_process(request)
-    request.add_finalize_fn(
-        lambda: session.run_or_raise_everywhere(
-            lambda: folders.put_in_place(staged, folder, iteration, loaded) if session.rank == 0 else None
-        )
-    )
+    put_in_place = functools.partial(folders.put_in_place, staged, folder, iteration, loaded)
+    request.add_finalize_fn(lambda: session.run_on_first(put_in_place))
     return Prepared(request, staged)
 
 
@@ -322,7 +315,8 @@ def _write(transforms: list[Any], rank: int, buckets: list[Any], results: Any) -
         counted: queue.Queue[int] = queue.Queue()
         counted.put(index)
         name, key, (objects, tensors) = buckets[index]
-        bucket = name, key, (objects, _OnHost(tensors))
+        # A tensor is copied to the host when it is written.
+        bucket = name, key, (objects, ((item, tensor.cpu()) for item, tensor in tensors))
         FileSystemWriterAsync.write_preloaded_data(transforms, index, bucket, written, counted, use_fsync=True)
         return written.get_nowait()[1]
 
@@ -334,17 +328,6 @@ def _write(transforms: list[Any], rank: int, buckets: list[Any], results: Any) -
         results.put(failures[0] if failures else dict(enumerate(of_files)))
     except Exception as error:
         results.put(RuntimeError(f"{type(error).__name__}: {error}"))
-
-
-@dataclasses.dataclass(frozen=True)
-class _OnHost:
-    """Tensors with the items that they belong to, each copied to the host when it is taken."""
-
-    pairs: list[tuple[Any, torch.Tensor]]
-
-    def __iter__(self) -> Iterator[tuple[Any, torch.Tensor]]:
-        for item, tensor in self.pairs:
-            yield item, tensor.cpu()
 
 
 def _replicas_group() -> torch.distributed.ProcessGroup:

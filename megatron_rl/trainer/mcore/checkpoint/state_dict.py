@@ -137,7 +137,10 @@ def apply_optimizer(policy: Policy, loaded: dict[str, Any], is_overriding: bool,
     _place_steps(optimizer, loaded["optimizer"])
     with in_slices(optimizer):
         optimizer.load_state_dict(loaded["optimizer"])
-    _allocate_steps(optimizer)
+    for inner in _torch_adams(optimizer):
+        for values in inner.state.values():
+            # The distributed optimizer loads without steps that were not saved, but cannot update.
+            values.setdefault("step", torch.tensor(0.0))
     if is_overriding:
         # The loaded groups have the bounds of the save.
         for group, own in zip(optimizer.param_groups, bounds, strict=True):
@@ -219,7 +222,11 @@ def _place_steps(optimizer: MegatronOptimizer, loaded: dict[Any, Any]) -> None:
             steps.append(float(state["common_step"]))
         step = max(steps, default=0.0)
         if fused:
-            _fill_groups(groups, fused[0], int(step))
+            for group in groups:
+                group.update({key: value for key, value in fused[0].items() if key not in group})
+                # A count exists from the first step on.
+                if step:
+                    group["step"] = int(step)
             if state is not None:
                 state.pop("common_step", None)
         elif state is not None:
@@ -227,21 +234,6 @@ def _place_steps(optimizer: MegatronOptimizer, loaded: dict[Any, Any]) -> None:
         else:
             for group in groups:
                 group.setdefault("step", step)
-
-
-def _fill_groups(groups: Sequence[dict[str, Any]], defaults: Mapping[str, Any], step: int) -> None:
-    for group in groups:
-        group.update({key: value for key, value in defaults.items() if key not in group})
-        # A count exists from the first step on.
-        if step:
-            group["step"] = step
-
-
-def _allocate_steps(optimizer: MegatronOptimizer) -> None:
-    """Set steps that were not saved to zero: the distributed optimizer loads without them, but cannot update."""
-    for inner in _torch_adams(optimizer):
-        for values in inner.state.values():
-            values.setdefault("step", torch.tensor(0.0))
 
 
 def _torch_adams(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:

@@ -41,9 +41,9 @@ def save_adapters(adapters: Adapters, session: Session, folder: Path, dtype: str
             with files.Writer(staged, plan) as writer:
                 export(shards, specs, [writer.put])
 
-    session.run_or_raise_everywhere(lambda: begin() if session.rank == 0 else None)
+    session.run_on_first(begin)
     session.run_or_raise_everywhere(write)
-    session.run_or_raise_everywhere(lambda: files.put_in_place(staged, folder) if session.rank == 0 else None)
+    session.run_on_first(lambda: files.put_in_place(staged, folder))
 
 
 def load_adapters(adapters: Adapters, session: Session, folder: Path, fingerprint: str) -> None:

@@ -96,8 +96,11 @@ def _check(chunk: torch.nn.Module, architecture: Architecture) -> Iterator[str]:
             f"the recipe's vocabulary of {chunk.vocab_size} must have the {architecture.vocab_size} tokens of "
             "config.json: build the model with --padded-vocab-size"
         )
-    if chunk.post_process:
-        yield from _check_output_layer(chunk.output_layer)
+    output_layer = chunk.output_layer if chunk.post_process else None
+    if output_layer is not None and (type(output_layer) is not ColumnParallelLinear or output_layer.bias is not None):
+        is_plain = type(output_layer) is ColumnParallelLinear
+        what = "an output layer with a bias" if is_plain else type(output_layer).__name__
+        yield f"the recipe's output layer must be megatron-core's ColumnParallelLinear without a bias, not {what}"
     yield from _check_rotary(chunk, architecture)
     has_special_parts = architecture.local_rope is not None or architecture.has_sinks or architecture.norms_join_heads
     if has_special_parts or architecture.has_output_norms or architecture.scales_embedding:
@@ -113,12 +116,6 @@ def _check(chunk: torch.nn.Module, architecture: Architecture) -> Iterator[str]:
         return
     for layer in chunk.decoder.layers:
         yield from _check_attention(layer)
-
-
-def _check_output_layer(layer: torch.nn.Module) -> Iterator[str]:
-    if type(layer) is not ColumnParallelLinear or layer.bias is not None:
-        what = "an output layer with a bias" if type(layer) is ColumnParallelLinear else type(layer).__name__
-        yield f"the recipe's output layer must be megatron-core's ColumnParallelLinear without a bias, not {what}"
 
 
 def _check_rotary(chunk: GPTModel, architecture: Architecture) -> Iterator[str]:

@@ -76,8 +76,7 @@ def combine_targets(
 
     In the backward pass, a rank takes the gradients of its own targets. Every rank must compute the same loss.
     """
-    whole_N: torch.Tensor = _AllTargets.apply(log_probs_M, places_M, num_targets, group)
-    return whole_N
+    return _AllTargets.apply(log_probs_M, places_M, num_targets, group)
 
 
 def _repeat(tensor_RHD: torch.Tensor, num_copies: int) -> torch.Tensor:

@@ -94,7 +94,6 @@ class ZeroCenteredRMSNorm(RMSNorm):
 
 
 def find_norm(config: TransformerConfig) -> type[RMSNorm]:
-    """Return the norm of a model's layers."""
     return ZeroCenteredRMSNorm if config.layernorm_zero_centered_gamma else RMSNorm
 
 
@@ -116,8 +115,7 @@ class AddAndNormalize:
             # The weights of a frozen layer may be in the host's memory until the layer begins.
             is_here = self.norm.weight.device == output.device
             if bias is None and is_here and output.dtype == residual.dtype and not (training and prob):
-                total: torch.Tensor = self.norm(output, residual)
-                return total
+                return self.norm(output, residual)
             return self.plain(training, fused)(output_with_bias, residual, prob)
 
         return add

@@ -117,7 +117,10 @@ class GatedDeltaNet(MegatronModule):
         inputs_RGX, gate_RGX = mixed_RGX.split((mixed_RGX.shape[-1] - num_gates, num_gates), dim=-1)
         inputs_TGX = context.exchange_rows_for_groups(inputs_RGX, self.context_group)
         attend = functools.partial(self._attend, packed_seq_params.pack.layout)
-        out_THV = tensor_parallel.checkpoint(attend, False, inputs_TGX) if self._is_recomputed() else attend(inputs_TGX)
+        config = self.config
+        is_selective = config.recompute_granularity == "selective" and "core_attn" in (config.recompute_modules or ())
+        is_recomputed = self.training and is_selective
+        out_THV = tensor_parallel.checkpoint(attend, False, inputs_TGX) if is_recomputed else attend(inputs_TGX)
         out_RHV = context.exchange_heads_for_rows(out_THV, self.context_group)
         gated_RHV = self._gate(out_RHV, gate_RGX.unflatten(-1, (self.copies, -1)).flatten(1, 2))
         output_R1E, _ = self.out_proj(gated_RHV.flatten(1).unsqueeze(1))
@@ -140,8 +143,7 @@ class GatedDeltaNet(MegatronModule):
         v_THV = v_TGX.unflatten(-1, (self.copies, -1)).flatten(1, 2)
         log_decay_TH = compute_log_decay(decay_TGI.flatten(1), log_rate_GI, bias_GI)
         beta_TH = beta_TGI.flatten(1).to(log_decay_TH.dtype).sigmoid()
-        out_THV: torch.Tensor = self.rule(q_TGD, k_TGD, v_THV, log_decay_TH, beta_TH, layout)
-        return out_THV
+        return self.rule(q_TGD, k_TGD, v_THV, log_decay_TH, beta_TH, layout)
 
     def _gate(self, out_RHV: torch.Tensor, gate_RHV: torch.Tensor) -> torch.Tensor:
         """Normalize each head, and multiply it by its gate, in fp32 at least."""
@@ -150,11 +152,6 @@ class GatedDeltaNet(MegatronModule):
         wide = torch.promote_types(out_RHV.dtype, torch.float32)
         normed_RHV = F.rms_norm(out_RHV.to(wide), (self.value_dim,), weight_V.to(wide), self.epsilon)
         return (normed_RHV * F.silu(gate_RHV.to(wide))).to(out_RHV.dtype)
-
-    def _is_recomputed(self) -> bool:
-        config = self.config
-        is_selective = config.recompute_granularity == "selective" and "core_attn" in (config.recompute_modules or ())
-        return self.training and is_selective
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None

@@ -118,8 +118,7 @@ class PackedGPTModel(GPTModel):
     def _make_rotation(self, positions_R: torch.Tensor) -> torch.Tensor:
         """Make the table by which all layers rotate queries and keys, with the factor of Megatron's operations."""
         if self.qkv_backend == "invariant":
-            make: Callable[..., torch.Tensor] = importlib.import_module(INVARIANT).make_rotation
-            return make(positions_R, self._rope_frequencies_F)
+            return importlib.import_module(INVARIANT).make_rotation(positions_R, self._rope_frequencies_F)
         if self.architecture.latents is not None:
             factor = rope.attention_factor(self.architecture.rope)
         else:
@@ -202,10 +201,10 @@ class PackedGPTModel(GPTModel):
         }
         if not params.teachers:
             return output_log_probs(hidden_ME, weight_VE, tokens_M, shard, params.temperature, **options)
-        compute = importlib.import_module(_DIVERGENCE).output_divergences
         rows = TargetRows(hidden_ME, weight_VE)
-        result: torch.Tensor = compute(rows, tokens_M, params.teachers, shard, params.temperature, **options)
-        return result
+        return importlib.import_module(_DIVERGENCE).output_divergences(
+            rows, tokens_M, params.teachers, shard, params.temperature, **options
+        )
 
     def output_weight(self) -> torch.Tensor:
         """Return this rank's rows of the output layer's weight, which may be tied to the embedding."""

@@ -18,12 +18,11 @@ for them, because the package may not be installed.
 Letters: R rows, I inputs of this rank, O its outputs, K the adapter's rank times the layer's modules.
 """
 
-import contextlib
 import dataclasses
 import enum
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,6 +31,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import InputError
+from megatron_rl.platforms.megatron_patches import replaced
 from megatron_rl.shared.weights.adapters import AdapterMapping, AdapterPart
 from megatron_rl.shared.weights.mapping import Coordinates, Mapping
 from megatron_rl.shared.weights.shards import Shard
@@ -50,15 +50,6 @@ class RoleSwitch:
     """The role of the pass that is running, for all adapters of a model."""
 
     role = Role.POLICY
-
-    @contextlib.contextmanager
-    def play(self, role: Role) -> Iterator[None]:
-        """Compute in another role within the context."""
-        before, self.role = self.role, role
-        try:
-            yield
-        finally:
-            self.role = before
 
 
 _NORMALIZES = "TELayerNormColumnParallelLinear"
@@ -196,7 +187,7 @@ class RolePass(torch.nn.Module):
         was_training = self.module.training
         self.module.eval()
         try:
-            with self._switch.play(self._role), torch.no_grad():
+            with replaced(self._switch, "role", self._role), torch.no_grad():
                 return self.module(*args, **kwargs)  # type: ignore[no-any-return]
         finally:
             self.module.train(was_training)
@@ -229,7 +220,6 @@ class Adapters:
 
     @property
     def shards(self) -> list[Shard]:
-        """This rank's factors."""
         return [shard for adapter in self.by_parameter.values() for shard in adapter.shards()]
 
     @torch.no_grad()

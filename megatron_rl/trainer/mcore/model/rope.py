@@ -12,20 +12,15 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
 
     The result is as short as the part of a head that rotates, and Megatron leaves the other dimensions as they are.
     """
+    num_rotated = int(head_dim * rope.rotary_fraction)
     with torch.device("cpu"):
-        return _inverse_frequencies(rope, int(head_dim * rope.rotary_fraction))
-
-
-def _inverse_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-    plain = 1.0 / rope.base**exponents
-    if rope.kind is RopeKind.DEFAULT:
-        return plain
-    if rope.kind is RopeKind.LINEAR:
-        return plain / rope.factor
-    if rope.kind is RopeKind.LLAMA3:
-        return _llama3(rope, plain)
-    return _yarn(rope, head_dim)
+        exponents = torch.arange(0, num_rotated, 2, dtype=torch.int64).float() / num_rotated
+        plain = 1.0 / rope.base**exponents
+        if rope.kind is RopeKind.DEFAULT:
+            return plain
+        if rope.kind is RopeKind.LINEAR:
+            return plain / rope.factor
+        return _llama3(rope, plain) if rope.kind is RopeKind.LLAMA3 else _yarn(rope, num_rotated)
 
 
 def attention_factor(rope: Rope) -> float:

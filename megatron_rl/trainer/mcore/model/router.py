@@ -28,6 +28,7 @@ import torch
 from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer.moe.router import TopKRouter
 
+from megatron_rl.platforms.megatron_patches import replaced
 from megatron_rl.trainer.data.packing import Pack
 
 
@@ -82,12 +83,8 @@ class ChoosingRouter(TopKRouter):
 
     def routing(self, *args: Any, **keywords: Any) -> Any:
         """Choose the experts of tokens, through the switch with which megatron-core replays routing."""
-        replay = self.router_replay
-        self.router_replay = ExpertChoice(replay, self.choose)
-        try:
+        with replaced(self, "router_replay", ExpertChoice(self.router_replay, self.choose)):
             return super().routing(*args, **keywords)
-        finally:
-            self.router_replay = replay
 
 
 class ExpertChoice:
@@ -102,10 +99,7 @@ class ExpertChoice:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self._replay is None:
             return self._choose(scores_RX, topk, num_groups, group_topk)
-        chosen: tuple[torch.Tensor, torch.Tensor] = self._replay.get_replay_topk(
-            scores_RX, topk, num_groups, group_topk, self._choose
-        )
-        return chosen
+        return self._replay.get_replay_topk(scores_RX, topk, num_groups, group_topk, self._choose)
 
 
 def choose_from_groups(
@@ -121,8 +115,7 @@ def choose_from_groups(
 
 def choose_in_order(scores_RX: torch.Tensor, topk: int, *_: int | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the largest scores, the largest first."""
-    chosen: tuple[torch.Tensor, torch.Tensor] = torch.topk(scores_RX, topk, dim=1)
-    return chosen
+    return torch.topk(scores_RX, topk, dim=1)
 
 
 def settle_choices(chunk: torch.nn.Module) -> None:

@@ -20,6 +20,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from megatron_rl.errors import PlatformError
 from megatron_rl.ops.qkv import HeadNorms, split_heads
+from megatron_rl.platforms.megatron_patches import replaced
 from megatron_rl.trainer.mcore.model.attention import PackParams
 from megatron_rl.types import Architecture
 
@@ -64,7 +65,7 @@ class JoinedHeadsNorm(torch.nn.Module):
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """Describe the weight to checkpoints: ranks divide its rows."""
-        sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+        return make_sharded_tensors_for_checkpoint(
             {"weight": self.weight},
             prefix,
             {"weight": 0},
@@ -72,7 +73,6 @@ class JoinedHeadsNorm(torch.nn.Module):
             tp_group=self.group,
             dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
         )
-        return sharded
 
 
 class TwoRopesSelfAttention(SelfAttention):
@@ -115,11 +115,8 @@ class FusedSelfAttention(SelfAttention):
         rotation_R2F = packed_seq_params.rotation_R2F if isinstance(packed_seq_params, PackParams) else None
         if rotation_R2F is None or self._takes_megatrons_way:
             return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
-        self._rotation_R2F = rotation_R2F
-        try:
+        with replaced(self, "_rotation_R2F", rotation_R2F):
             return super().forward(*args, packed_seq_params=packed_seq_params, **{**kwargs, "rotary_pos_emb": None})
-        finally:
-            self._rotation_R2F = None
 
     def get_query_key_value_tensors(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return queries [R, 1, H, D], keys and values [R, 1, G, D].

@@ -44,8 +44,7 @@ class NormalizeAndAdd(torch.nn.Module):
         ) -> torch.Tensor:
             output, bias = output_with_bias
             normed = self.norm(output if bias is None else output + bias)
-            total: torch.Tensor = add_plainly((normed, None), residual, prob)
-            return total
+            return add_plainly((normed, None), residual, prob)
 
         return add
 

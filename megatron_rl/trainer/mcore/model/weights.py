@@ -105,18 +105,15 @@ class ModelWeights:
         """Fill the model from a Hugging Face folder, after every rank has checked the folder."""
         with self._session.run_or_raise_everywhere(lambda: _open(folder, self.mapping)) as checkpoint:
             if self._session.rank == 0 and not self.architecture.is_critic:
-                for what, names in self._group_left_out(checkpoint.left_out).items():
+                left_out: dict[str, list[str]] = {}
+                for name in checkpoint.left_out:
+                    is_of_tower = self.mapping.is_of_tower(name)
+                    what = "the vision model" if is_of_tower else "layers that predict several tokens"
+                    left_out.setdefault(what, []).append(name)
+                for what, names in left_out.items():
                     some = f"{len(names)} tensors of {what}, such as {names[0]}"
                     _log.warning("%s in %s are not trained, and exports copy them", some, folder)
             self._session.run_or_raise_everywhere(lambda: load_shards(self.shards, checkpoint))
-
-    def _group_left_out(self, names: Sequence[str]) -> dict[str, list[str]]:
-        """Group the tensors that are not trained by what they belong to."""
-        found: dict[str, list[str]] = {}
-        for name in names:
-            what = "the vision model" if self.mapping.is_of_tower(name) else "layers that predict several tokens"
-            found.setdefault(what, []).append(name)
-        return found
 
     def zero_padding(self) -> None:
         """Zero the rows that pad the vocabulary, which a checkpoint with other padding does not fill."""
@@ -152,16 +149,14 @@ class ModelWeights:
                 add_end_tokens(staged, ends)
             files.put_in_place(staged, folder)
 
-        session.run_or_raise_everywhere(lambda: _stage(staged, folder, plan) if session.rank == 0 else None)
+        session.run_on_first(lambda: _stage(staged, folder, plan))
         try:
             sums = Digests(self.mapping.manifest(dtype))
             session.run_or_raise_everywhere(lambda: self._write(staged, plan, [sums.add]))
             digests = sums.combine(session.control_group)
             if source is not None and copied:
-                session.run_or_raise_everywhere(
-                    lambda: _copy(source, staged, plan, copied) if session.rank == 0 else None
-                )
-            session.run_or_raise_everywhere(lambda: put_in_place() if session.rank == 0 else None)
+                session.run_on_first(lambda: _copy(source, staged, plan, copied))
+            session.run_on_first(put_in_place)
         except BaseException:
             if session.rank == 0:
                 shutil.rmtree(staged, ignore_errors=True)
@@ -183,8 +178,7 @@ class ModelWeights:
                 _log.warning("layers that predict several tokens, if there are any, are not exported: %s", error)
                 return []
 
-        session = self._session
-        return session.broadcast(session.run_or_raise_everywhere(lambda: find() if session.rank == 0 else []))
+        return self._session.run_on_first(find)
 
     @contextlib.contextmanager
     def begin_files(

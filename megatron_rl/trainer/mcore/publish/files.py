@@ -24,7 +24,7 @@ from megatron_rl.shared.protocol.wire import FileSource, PublishAnswer
 from megatron_rl.shared.weights.folders import is_in_memory
 from megatron_rl.trainer.mcore.model.weights import ModelWeights
 from megatron_rl.trainer.mcore.publish.offers import Offers, Through
-from megatron_rl.trainer.mcore.publish.publisher import Publisher
+from megatron_rl.trainer.mcore.publish.publisher import Publisher, Transport
 from megatron_rl.trainer.mcore.session import Session
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ _REMEDY = (
 )
 
 
-class FilesTransport:
+class FilesTransport(Transport):
     """Files in a folder of the run's own.
 
     A rank that writes a part of the weights must find rank 0's folder, unless all engines get them over the network. A
@@ -62,10 +62,10 @@ class FilesTransport:
         """
         self._publisher = publisher
         session, folder = publisher.session, self._folder
-        session.run_or_raise_everywhere(lambda: _own_folder(folder) if session.rank == 0 else None)
+        session.run_on_first(lambda: _own_folder(folder))
         # The mark tells this folder from one of the same name on another host.
         mark = folder / f"of-rank-0-{session.broadcast(secrets.token_hex(8))}"
-        session.run_or_raise_everywhere(lambda: mark.touch(mode=0o600) if session.rank == 0 else None)
+        session.run_on_first(lambda: mark.touch(mode=0o600))
         is_apart = publisher.weights.is_written_here and not mark.exists()
         places = session.gather((socket.gethostname(), str(folder)) if is_apart else None)
         if any(places):
@@ -130,7 +130,6 @@ class FilesTransport:
 def build(
     settings: Settings, run: str, folder: Path, weights: ModelWeights, session: Session, receiver: RolloutClient | None
 ) -> FilesTransport:
-    """Build the transport of a run."""
     publish, hosts = settings.publish, None
     # Only the sidecar itself knows whether one that runs already has other hosts.
     if settings.rollout.hosts is not None or settings.service.endpoint is not None:

@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
 from megatron_rl.shared.protocol.client import RolloutClient
 from megatron_rl.shared.protocol.hosts import DeliveryHosts
@@ -25,7 +25,6 @@ from megatron_rl.shared.weights.parcels import describe_contents, list_portions
 from megatron_rl.trainer.mcore.model.weights import FilesBegun, ModelWeights
 from megatron_rl.trainer.mcore.session import Session
 
-T = TypeVar("T")
 LostHost = Literal["leave", "wait"]
 _PATIENCE_SECONDS = 20.0
 """Seconds of silence after which a host that may be left out is lost: longer than a link that is plugged in again."""
@@ -120,10 +119,8 @@ class Deliveries:
 
     def _ask(self) -> tuple[DeliveryHosts, int] | None:
         """Ask for the hosts, and for the trainer's lease."""
-        session, directory = self._session, self._directory
-        return session.broadcast(
-            session.run_or_raise_everywhere(lambda: None if directory is None else (directory.hosts(), directory.lease))
-        )
+        directory = self._directory
+        return self._session.run_on_first(lambda: None if directory is None else (directory.hosts(), directory.lease))
 
     def _find_patience(self) -> float:
         return _PATIENCE_SECONDS if self._may_leave_out else self._deadline
@@ -174,13 +171,12 @@ class Delivery:
         """Wait until hosts have begun, and start to send to them."""
 
         def await_begun() -> list[str]:
-            if self.control is None:
-                return []
+            assert self.control is not None
             self.control.await_begun()
             self._settle()
             return self.control.roots
 
-        self._send_to(self._on_rank_0(await_begun))
+        self._send_to(self.session.run_on_first(await_begun))
 
     def note(self, name: str, num_elements: int) -> None:
         """Note elements that this rank has written."""
@@ -202,8 +198,7 @@ class Delivery:
 
         def await_round() -> list[str] | None:
             control, left = self.control, self._end - time.monotonic()
-            if control is None:
-                return []
+            assert control is not None
             reasons = {name: reason for of_rank in failures for name, reason in of_rank.items()}
             for name in reasons.keys() & control.list_open():
                 control.give_up(name, reasons[name])
@@ -218,7 +213,7 @@ class Delivery:
             self._settle()
             return control.begin_round() if control.list_open() else []
 
-        return self._on_rank_0(await_round)
+        return self.session.run_on_first(await_round)
 
     def close(self) -> None:
         """End all that has not ended."""
@@ -227,9 +222,6 @@ class Delivery:
                 self.control.give_up(name, "the trainer ended the publish")
             self.control.close()
         self._stop()
-
-    def _on_rank_0(self, action: Callable[[], T]) -> T:
-        return self.session.broadcast(self.session.run_or_raise_everywhere(action))
 
     def _send_to(self, names: Sequence[str]) -> None:
         if self.files is not None:

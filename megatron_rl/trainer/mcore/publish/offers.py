@@ -89,14 +89,13 @@ class Offers:
         offer = Offer(
             fingerprint, identify_host(), str(torch.__version__), self._run, self._dtype, tensors, self._ranks, others
         )
-        session.run_or_raise_everywhere(lambda: write_offer(folder, offer) if session.rank == 0 else None)
+        session.run_on_first(lambda: write_offer(folder, offer))
         return True
 
     def withdraw(self, folder: Path, seconds: float) -> None:
         """End the offer in a folder: afterwards no engine reads this run's memory, so weights may change."""
         if self._sharing is not None:
-            session = self._session
-            session.run_or_raise_everywhere(lambda: withdraw_offer(folder, seconds) if session.rank == 0 else None)
+            self._session.run_on_first(lambda: withdraw_offer(folder, seconds))
 
     def end(self, answer: PublishAnswer) -> None:
         """Offer nothing more if any engine did not take the offer, since a publish waits for the slowest engine.

@@ -1,10 +1,10 @@
 """The policy's own log-probs of a version's probe, which engines that hold the version must match."""
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from megatron_rl.errors import ExitCode, MegatronRLError
 from megatron_rl.shared.protocol import probe
+from megatron_rl.shared.protocol.client import RolloutClient
 from megatron_rl.shared.protocol.wire import EngineKind, ProbeAnswer, encode_log_probs, encode_tokens
 from megatron_rl.trainer.mcore.model.gpt import PackedGPTModel
 from megatron_rl.trainer.mcore.session import Session
@@ -15,12 +15,6 @@ class ReplicasDiffer(MegatronRLError):
     """Data-parallel ranks hold different weights."""
 
     exit_code = ExitCode.RUN
-
-
-class AnswerReceiver(Protocol):
-    """The rollout client, which hands the answer to the sidecar; the sidecar compares the engines with it."""
-
-    def probed(self, answer: ProbeAnswer) -> None: ...
 
 
 class Probe:
@@ -60,7 +54,7 @@ class Probe:
         """Return the tokens whose log-probs engines are asked for."""
         return encode_tokens(self._tokens(version))
 
-    def send(self, version: int, fingerprint: str, receiver: AnswerReceiver | None) -> None:
+    def send(self, version: int, fingerprint: str, receiver: RolloutClient | None) -> None:
         """Compute the log-probs, and have rank 0, which has the receiver, send them."""
         by_replica = self._pass.compute(self._tokens(version))
         self._session.run_or_raise_everywhere(lambda: self._send(version, fingerprint, by_replica, receiver))
@@ -74,7 +68,7 @@ class Probe:
         )
 
     def _send(
-        self, version: int, fingerprint: str, by_replica: Sequence[Sequence[float]], receiver: AnswerReceiver | None
+        self, version: int, fingerprint: str, by_replica: Sequence[Sequence[float]], receiver: RolloutClient | None
     ) -> None:
         first, *others = by_replica
         kind = EngineKind(dtype=self._dtype, device=self._session.device.type)

@@ -4,17 +4,18 @@ A transport brings the bytes. It says when the engines can be told of a version,
 else is the same for each transport.
 """
 
+import abc
 import datetime
 import importlib
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from megatron_rl.config.settings import Settings
 from megatron_rl.shared.protocol.client import RolloutClient
-from megatron_rl.shared.protocol.wire import FileSource, ProbeAnswer, Proof, PublishAnswer, StreamSource, Weights
+from megatron_rl.shared.protocol.wire import FileSource, Proof, PublishAnswer, StreamSource, Weights
 from megatron_rl.trainer.mcore.model.weights import ModelWeights
 from megatron_rl.trainer.mcore.publish.probe import Probe
 from megatron_rl.trainer.mcore.session import Session
@@ -22,35 +23,22 @@ from megatron_rl.trainer.mcore.session import Session
 T = TypeVar("T")
 
 
-class PublishClient(Protocol):
-    """The rollout client, which hands a version to the engines."""
-
-    def publish(self, weights: Weights, deadline_seconds: float) -> PublishAnswer: ...
-
-    def probed(self, answer: ProbeAnswer) -> None: ...
-
-    def num_workers(self) -> int: ...
-
-    def find_engine_hosts(self) -> list[str]: ...
-
-
-class Transport(Protocol):
+class Transport(abc.ABC):
     """A way from the ranks to the engines. Every rank calls each method."""
 
+    @abc.abstractmethod
     def open(self, publisher: "Publisher") -> None:
         """Check, before the first version, that this publisher's engines can be reached."""
-        ...
 
+    @abc.abstractmethod
     def send(self, version: int) -> tuple[str, PublishAnswer]:
         """Bring the weights to all engines; return their fingerprint and the sidecar's answer.
 
         Meanwhile it has the publisher announce the version and prove it, once each.
         """
-        ...
 
     def close(self) -> None:
         """Release what is kept between versions."""
-        ...
 
 
 TRANSPORTS: Mapping[str, str] = {
@@ -65,8 +53,8 @@ def build_transport(
     settings: Settings, run: str, folder: Path, weights: ModelWeights, session: Session, receiver: RolloutClient | None
 ) -> Transport:
     """Build the transport of a run; `folder` is for its published weights, and rank 0 has the receiver."""
-    build: Callable[..., Transport] = importlib.import_module(TRANSPORTS[settings.rollout.transport]).build
-    return build(settings, run, folder, weights, session, receiver)
+    module = importlib.import_module(TRANSPORTS[settings.rollout.transport])
+    return module.build(settings, run, folder, weights, session, receiver)
 
 
 class Publisher:
@@ -76,7 +64,7 @@ class Publisher:
         self,
         weights: ModelWeights,
         session: Session,
-        receiver: PublishClient | None,
+        receiver: RolloutClient | None,
         run: str,
         transport: Transport,
         dtype: str | None = None,

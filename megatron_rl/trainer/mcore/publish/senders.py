@@ -66,8 +66,7 @@ def find_free_port(address: str) -> int:
     """Return a port that is free at an address of this host."""
     with socket.socket(socket.AF_INET) as listener:
         listener.bind((address, 0))
-        port: int = listener.getsockname()[1]
-        return port
+        return listener.getsockname()[1]
 
 
 def _find_source(host: str) -> str:
@@ -77,8 +76,7 @@ def _find_source(host: str) -> str:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             # This chooses a route and sends nothing.
             probe.connect(place)
-            source: str = probe.getsockname()[0]
-            return source
+            return probe.getsockname()[0]
     except OSError as error:
         raise UsageError(
             f"rank 0's host finds no way to {host}, which has engines ({error}): fix its name or route, or write "
@@ -124,8 +122,7 @@ def open_sender(transport: str, host: str, port: int, world_size: int, tensors: 
     make_info, make_sender = find_library(transport)
     # Rank 0 is the sender.
     info = make_info(master_address=host, master_port=port, world_size=world_size, rank=0, **STREAM_BUFFERS)
-    sender: Sender = make_sender.trainer_init(info, client=ToldBySidecar(), source=_make_source(tensors))
-    return sender
+    return make_sender.trainer_init(info, client=ToldBySidecar(), source=_make_source(tensors))
 
 
 class HcclSender:

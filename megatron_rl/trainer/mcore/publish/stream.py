@@ -21,7 +21,7 @@ from megatron_rl.shared.protocol.client import RolloutClient, RolloutError, Work
 from megatron_rl.shared.protocol.wire import PublishAnswer, StreamSource
 from megatron_rl.shared.weights.shards import Bucket
 from megatron_rl.trainer.mcore.model.weights import ModelWeights
-from megatron_rl.trainer.mcore.publish.publisher import Publisher, in_background
+from megatron_rl.trainer.mcore.publish.publisher import Publisher, Transport, in_background
 from megatron_rl.trainer.mcore.publish.senders import (
     Sender,
     find_free_port,
@@ -74,7 +74,7 @@ MakeSender = Callable[[str, str, int, int, WholeModel], Sender]
 """The function that opens a sender, from transport, address, port, group size and model; it waits for the workers."""
 
 
-class StreamTransport:
+class StreamTransport(Transport):
     """A stream from device to device. Rank 0 sends."""
 
     def __init__(self, transport: Literal["nccl", "hccl"], make_sender: MakeSender = open_sender):
@@ -103,9 +103,6 @@ class StreamTransport:
         )[0]
         assert answer is not None
         return fingerprint, answer
-
-    def close(self) -> None:
-        """Do nothing, since nothing is kept between versions."""
 
     def _join(self, version: int, fingerprint: str) -> tuple[Sender, Future[PublishAnswer]] | None:
         """Have the engines told to receive, and wait until their workers are in the group."""

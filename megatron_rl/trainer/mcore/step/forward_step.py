@@ -6,7 +6,7 @@ Letters: N targets.
 import collections
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -20,6 +20,7 @@ from megatron.core.utils import get_model_config
 from megatron_rl.algorithm.declaration import OLD, POLICY, RoleLogProbs, find_role
 from megatron_rl.algorithm.objective import Objective, PreferenceObjective
 from megatron_rl.ops.log_probs import TargetRows
+from megatron_rl.platforms.megatron_patches import replaced
 from megatron_rl.trainer.data.batch import Batch
 from megatron_rl.trainer.data.device_copier import DeviceCopier
 from megatron_rl.trainer.data.packing import Pack, pack_sequences
@@ -82,12 +83,11 @@ class ForwardStep:
     def forward_step(self, data_iterator: Iterator[Any], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
         """Run the next micro-batch through a chunk; return its hidden states or log-probs, and the loss function."""
         micro_batch: Pack | Batch = next(data_iterator)
-        pack = micro_batch.pack if isinstance(micro_batch, Batch) else micro_batch
-        if isinstance(micro_batch, Batch):
-            self._begin(self._role, micro_batch, model)
-            with _recorded(self._record, micro_batch, model):
-                return model(pack, self._temperature), self.loss_func
-        return model(pack, self._temperature), self.loss_func
+        if isinstance(micro_batch, Pack):
+            return model(micro_batch, self._temperature), self.loss_func
+        self._begin(self._role, micro_batch, model)
+        with _recorded(self._record, micro_batch, model):
+            return model(micro_batch.pack, self._temperature), self.loss_func
 
     def loss_func(self, output_tensor: torch.Tensor) -> tuple[torch.Tensor, Report]:
         """Return a zero loss and the micro-batch's log-probs; the schedule calls this on the last stage."""
@@ -138,8 +138,11 @@ class PolicyStep(ForwardStep):
 
         Keep the log-probs of the iteration's first `num_kept` slots.
         """
-        self._widths = [_get_width(model) for model in (policy, *assignment.trained.values())]
-        carrier = _open_piggyback(policy, sum(self._widths)) if assignment.frozen else None
+        trained = (policy, *assignment.trained.values())
+        self._widths = [unwrap(model[0]).architecture.hidden_size if model else 0 for model in trained]
+        carrier = None
+        if assignment.frozen and parallel_state.get_pipeline_model_parallel_world_size() > 1:
+            carrier = Piggyback(get_model_config(policy[0]), sum(self._widths))
         super().__init__(temperature, trace, communicator=carrier)
         self.others = list(assignment.trained.values())
         self._assignment = assignment
@@ -299,25 +302,10 @@ def _combine_models(results: Mapping[str, torch.Tensor], batch: Batch) -> dict[s
     return of_roles
 
 
-def _get_width(model: Model) -> int:
-    return unwrap(model[0]).architecture.hidden_size if model else 0
-
-
-def _open_piggyback(policy: Model, width: int) -> Piggyback | None:
-    """Return the communicator for frozen hidden states, beside trained ones of this width; None for a lone stage."""
-    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
-        return None
-    return Piggyback(get_model_config(policy[0]), width)
-
-
-def _finalize_all(others: Sequence[Model]) -> Callable[..., None]:
-    """Return the function that completes the gradients of the model that it is given, and of others."""
-
-    def finalize(model: Model, *arguments: Any, **options: Any) -> None:
-        for one in (model, *others):
-            finalize_model_grads(list(one), *arguments, **options)
-
-    return finalize
+def _finalize_all(others: Sequence[Model], model: Model, *arguments: Any, **options: Any) -> None:
+    """Complete the gradients of the model that the schedule gives, and of others."""
+    for one in (model, *others):
+        finalize_model_grads(list(one), *arguments, **options)
 
 
 def run_schedule(
@@ -328,38 +316,27 @@ def run_schedule(
     Every `main_grad` receives the gradient of the sum of losses, over all replicas, unless `forward_only`.
     """
     config = get_model_config(model[0])
-    config.finalize_model_grads_func = None if forward_only else _finalize_all(step.others)
+    config.finalize_model_grads_func = None if forward_only else partial(_finalize_all, step.others)
     # Without it, an overlapped reduction starts after the number of micro-batches of the first call, and the gradients
     # of later micro-batches are lost.
     config.no_sync_func = _no_sync(model)
     iterators = [iter(micro_batches) for _ in model]
     is_interleaved = len(model) > 1
     with _timed(config, step.trace, len(model)):
-        return _call_schedule(step, model, iterators, is_interleaved, len(micro_batches), forward_only)
-
-
-def _call_schedule(
-    step: ForwardStep,
-    model: Model,
-    iterators: Sequence[Iterator[Any]],
-    is_interleaved: bool,
-    num_micro_batches: int,
-    forward_only: bool,
-) -> list[Report]:
-    config = get_model_config(model[0])
-    return get_forward_backward_func()(
-        forward_step_func=step.forward_step,
-        data_iterator=iterators if is_interleaved else iterators[0],
-        model=list(model) if is_interleaved else model[0],
-        num_microbatches=num_micro_batches,
-        # Stages tell each other the length of each message; this number only has to be divisible by the parallel sizes.
-        seq_length=config.tensor_model_parallel_size * config.context_parallel_size,
-        micro_batch_size=1,
-        forward_only=forward_only,
-        p2p_communicator=step.communicator,
-        # The schedules take both communicator and groups from their caller, or neither.
-        pg_collection=None if step.communicator is None else ProcessGroupCollection.use_mpu_process_groups(_GROUPS),
-    )
+        return get_forward_backward_func()(
+            forward_step_func=step.forward_step,
+            data_iterator=iterators if is_interleaved else iterators[0],
+            model=list(model) if is_interleaved else model[0],
+            num_microbatches=len(micro_batches),
+            # Stages tell each other the length of each message; this number only has to be divisible by the parallel
+            # sizes.
+            seq_length=config.tensor_model_parallel_size * config.context_parallel_size,
+            micro_batch_size=1,
+            forward_only=forward_only,
+            p2p_communicator=step.communicator,
+            # The schedules take both communicator and groups from their caller, or neither.
+            pg_collection=None if step.communicator is None else ProcessGroupCollection.use_mpu_process_groups(_GROUPS),
+        )
 
 
 def loss_scale(num_micro_batches: int) -> int:
@@ -385,8 +362,11 @@ def compute_log_probs(
 
 def run_forward_only(step: ForwardStep, model: Model, micro_batches: MicroBatches) -> list[Report]:
     """Run micro-batches through the schedule without gradients; return their reports on the last pipeline stage."""
+    # With this overlap, an interleaved pass waits for its last message only in the backward pass. There is none, so the
+    # message may be lost, and the next stage would wait forever.
+    waiting = replaced(get_model_config(model[0]), "overlap_p2p_comm_warmup_flush", False)
     # The schedules leave no_grad to their caller.
-    with torch.no_grad(), _last_message_awaited(get_model_config(model[0])):
+    with torch.no_grad(), waiting:
         return run_schedule(step, model, micro_batches, forward_only=True)
 
 
@@ -395,33 +375,14 @@ def is_reporter() -> bool:
     return parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_and_context_parallel_rank() == 0
 
 
-@contextlib.contextmanager
-def _timed(config: ModelParallelConfig, trace: "StepTrace | None", num_chunks: int) -> Iterator[None]:
+def _timed(
+    config: ModelParallelConfig, trace: "StepTrace | None", num_chunks: int
+) -> contextlib.AbstractContextManager[None]:
     """Have Megatron tell the trace when its passes begin and end, through its hook for timers."""
     if trace is None:
-        yield
-        return
-    before = config.timers
-    config.timers = trace.timer if before is None else trace.combine_with(before)
+        return contextlib.nullcontext()
     trace.begin_schedule(num_chunks)
-    try:
-        yield
-    finally:
-        config.timers = before
-
-
-@contextlib.contextmanager
-def _last_message_awaited(config: ModelParallelConfig) -> Iterator[None]:
-    """Turn off the overlap of warm-up messages for a forward-only pass.
-
-    With it, an interleaved pass waits for its last message only in the backward pass. Without a backward pass that
-    message may be lost, and the next stage would wait forever.
-    """
-    is_overlapped, config.overlap_p2p_comm_warmup_flush = config.overlap_p2p_comm_warmup_flush, False
-    try:
-        yield
-    finally:
-        config.overlap_p2p_comm_warmup_flush = is_overlapped
+    return replaced(config, "timers", trace.timer if config.timers is None else trace.combine_with(config.timers))
 
 
 def _no_sync(model: Model) -> Any:
@@ -452,11 +413,8 @@ class SequencePass:
         is_interleaved = len(self._chunks) > 1
         count = parallel_state.get_pipeline_model_parallel_world_size() if is_interleaved else 1
         # The parameters are already gathered: the pass must not gather them again.
-        sync, config.param_sync_func = config.param_sync_func, None
-        try:
+        with replaced(config, "param_sync_func", None):
             results = compute_log_probs(self._chunks, [pack] * count)
-        finally:
-            config.param_sync_func = sync
         own = results[0].to(torch.float32).tolist() if is_reporter() else None
         return [log_probs for log_probs in self._session.gather(own) if log_probs is not None]
 

@@ -101,7 +101,9 @@ def apply_update(
     A gradient that is not finite raises on every rank before anything is changed. The exception is float16 with a loss
     scale that can still shrink: then the update is skipped, and the scheduler does not step.
     """
-    learning_rate = _get_learning_rate(optimizer)
+    # That of the parameters that have no rate of their own, even on a rank without parameters.
+    rate = get_canonical_lr_for_logging(optimizer.param_groups)
+    learning_rate = float(optimizer.param_groups[0]["lr"] if rate is None else rate)
     loss_scale = float(optimizer.get_loss_scale())
     for chunk in wrapped:
         chunk.scale_gradients(scale)
@@ -111,7 +113,7 @@ def apply_update(
         raise _make_error(scheduler, f"the norm of the gradients is {error.norm}") from None
     if was_taken:
         scheduler.step(increment=1)
-    elif not _adapts_loss_scale(optimizer):
+    elif not optimizer.config.fp16 or optimizer.config.loss_scale:
         raise _make_error(scheduler, "the gradients are not finite")
     elif loss_scale <= optimizer.config.min_loss_scale:
         raise _make_error(scheduler, f"the gradients are not finite at --min-loss-scale {loss_scale:g}")
@@ -180,16 +182,6 @@ def _make_error(scheduler: OptimizerParamScheduler, what: str) -> NonFiniteGradi
     return NonFiniteGradient(
         f"{what} in update {scheduler.num_steps + 1}: nothing was updated; look at --lr, --clip-grad and the precision"
     )
-
-
-def _adapts_loss_scale(optimizer: MegatronOptimizer) -> bool:
-    return bool(optimizer.config.fp16) and not optimizer.config.loss_scale
-
-
-def _get_learning_rate(optimizer: MegatronOptimizer) -> float:
-    """Return the rate of the parameters that have no rate of their own, even on a rank without parameters."""
-    rate = get_canonical_lr_for_logging(optimizer.param_groups)
-    return float(optimizer.param_groups[0]["lr"] if rate is None else rate)
 
 
 def _connect(optimizer: MegatronOptimizer, wrapped: Sequence[DistributedDataParallel]) -> None:

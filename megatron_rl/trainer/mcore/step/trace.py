@@ -19,15 +19,9 @@ _SCHEDULE = "forward-backward"
 class Timer:
     """A timer that Megatron starts and stops."""
 
-    begin: Callable[..., None]
-    end: Callable[..., None]
-
-    def start(self, **barrier: Any) -> None:
-        """Begin. Megatron's own timers let all ranks wait for each other if `barrier` says so; ours never wait."""
-        self.begin(**barrier)
-
-    def stop(self, **barrier: Any) -> None:
-        self.end(**barrier)
+    start: Callable[..., None]
+    """Megatron's own timers let all ranks wait for each other if an argument says so; ours never wait."""
+    stop: Callable[..., None]
 
 
 class StepTrace:
