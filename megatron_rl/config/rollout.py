@@ -197,6 +197,9 @@ class RewardConfig:
         "The most address space of a process that runs reward functions; unlimited if not given.",
         "--reward-memory-gib",
     )
+    model_device: str = own_flag(
+        "cpu", "The device of the classifiers of `--reward model:`, such as cuda:1.", "--reward-model-device"
+    )
 
 
 @dataclasses.dataclass(frozen=True)

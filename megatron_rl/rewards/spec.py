@@ -5,6 +5,7 @@ them when the sidecar starts.
 """
 
 import ast
+import dataclasses
 import difflib
 import math
 import re
@@ -17,12 +18,14 @@ from megatron_rl.config.settings import RewardConfig
 from megatron_rl.confined.confinement import find_environment_problems
 from megatron_rl.errors import UsageError
 from megatron_rl.flag import suggest_nearest
+from megatron_rl.rewards import classifier
 from megatron_rl.rewards.ready_made import REWARDS
 from megatron_rl.rewards.types import RewardSpec
 
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 _SPEC = re.compile(rf"(?P<source>.+?)(?:=(?P<weight>{_NUMBER}))?(?:@(?P<timeout>{_NUMBER}))?")
 _DEFAULT_TIMEOUT = 30.0
+_DEVICE = re.compile(r"cpu|(cuda|npu):\d+")
 
 
 def parse_spec(text: str, timeout: float = _DEFAULT_TIMEOUT) -> RewardSpec:
@@ -63,7 +66,7 @@ def parse_spec(text: str, timeout: float = _DEFAULT_TIMEOUT) -> RewardSpec:
 
 
 def parse_specs(texts: Sequence[str], timeout: float = _DEFAULT_TIMEOUT) -> tuple[RewardSpec, ...]:
-    """Parse all functions of a run and give them different names: equal names get their sources as prefixes."""
+    """Parse all rewards of a run and give them different names: equal names get their sources as prefixes."""
     specs = [parse_spec(text, timeout) for text in texts]
     counts = Counter(spec.name for spec in specs)
     named = [spec if counts[spec.name] == 1 else _with_long_name(spec) for spec in specs]
@@ -73,9 +76,18 @@ def parse_specs(texts: Sequence[str], timeout: float = _DEFAULT_TIMEOUT) -> tupl
     return tuple(named)
 
 
+def list_specs(config: RewardConfig) -> tuple[RewardSpec, ...]:
+    """List the rewards of a run, each classifier with its device."""
+    specs = parse_specs(config.functions or (), config.timeout)
+    return tuple(
+        dataclasses.replace(spec, device=config.model_device) if spec.source == classifier.NAME else spec
+        for spec in specs
+    )
+
+
 def find_weights(config: RewardConfig) -> dict[str, float]:
-    """Return the weight of each function, by the name of its component."""
-    return {spec.name: spec.weight for spec in parse_specs(config.functions or (), config.timeout)}
+    """Return the weight of each reward, by the name of its component."""
+    return {spec.name: spec.weight for spec in list_specs(config)}
 
 
 def parse_on_error(text: str, flag: str = "--reward-on-error") -> float | None:
@@ -126,6 +138,13 @@ def problems(reward: RewardConfig, is_needed: bool = True) -> Iterator[str]:
             f"--reward-memory-gib {reward.memory_gib:g} must be at least {_LEAST_MEMORY_GIB:g}, which Python needs: "
             f"raise it, or leave it out"
         )
+    if not _DEVICE.fullmatch(reward.model_device):
+        yield f"--reward-model-device {reward.model_device} must be cpu, or a device such as cuda:1"
+    if reward.model_device != "cpu" and reward.confine == "require":
+        yield (
+            f"--reward-model-device {reward.model_device}: a process on an accelerator cannot be confined: write "
+            "--reward-confine auto, or cpu"
+        )
     for path in reward.readable or ():
         if not path.exists():
             yield f"--reward-readable {path} does not exist: name a file or folder that does"
@@ -147,9 +166,14 @@ def _problems_of_functions(texts: list[str]) -> Iterator[str]:
             spec = parse_spec(text)
             if spec.is_file:
                 _check_file(text, spec)
+            if spec.source == classifier.NAME:
+                classifier.read_classifier(spec.argument)
         except UsageError as error:
             are_right = False
             yield from error.problems
+        except ValueError as error:
+            are_right = False
+            yield f"--reward {text}: {error}"
     if are_right:
         try:
             parse_specs(texts)

@@ -20,7 +20,7 @@ from megatron_rl.config.settings import RolloutConfig
 from megatron_rl.confined.pool import PoolSettings
 from megatron_rl.errors import ExitCode, MegatronRLError, room_checked
 from megatron_rl.rewards.pool import RewardPool, build_pool_settings
-from megatron_rl.rewards.spec import parse_specs
+from megatron_rl.rewards.spec import list_specs
 from megatron_rl.shared.chat import Decode, build_decoder
 from megatron_rl.shared.garbage import leaving_out_what_exists
 from megatron_rl.shared.records.append_file import make_private_folder, write_private
@@ -177,7 +177,7 @@ def _build_pool(settings: SidecarSettings) -> RewardPool | None:
     reward = settings.reward
     if not reward.functions and (settings.environment.has_turns or not settings.needs_rewards):
         return None
-    return RewardPool(parse_specs(reward.functions or [], reward.timeout), _build_pool_settings(settings))
+    return RewardPool(list_specs(reward), _build_pool_settings(settings))
 
 
 def _name_making(settings: SidecarSettings, pool: RewardPool | None, rollouts: "UserRollouts | None") -> str:
