@@ -143,7 +143,8 @@ class ConfinedPool:
             raise
         for what, why in self.missing.items():
             self._warn(f"{self._program.what} are not confined in {what}: {why}")
-        return starts[0].result()[1] if starts else None
+        _, description = starts[0].result()
+        return description
 
     @contextlib.asynccontextmanager
     async def lend(self, is_alone: bool = False) -> AsyncIterator[ConfinedProcess]:

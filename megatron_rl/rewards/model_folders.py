@@ -3,22 +3,19 @@
 import functools
 from pathlib import Path
 
-_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json")
+CLASSIFIER, JUDGE = "model", "judge"
+"""The names of rewards whose argument is a model's folder."""
+_NEEDED = ("config.json", "*.safetensors", "tokenizer*")
 
 
 def check_folder(argument: str | None, name: str) -> Path:
-    """Return a model's folder with weights and a tokenizer; raise a ValueError if it lacks one."""
+    """Return the folder that a reward names; raise a ValueError if it has no model."""
     if not argument:
         raise ValueError(f"{name} needs the folder of a model: write {name}:FOLDER")
-    folder = Path(argument)
-    for what, is_there in (
-        ("config.json", (folder / "config.json").is_file()),
-        ("*.safetensors", any(folder.glob("*.safetensors"))),
-        (_TOKENIZERS[0], any((folder / file).is_file() for file in _TOKENIZERS)),
-    ):
-        if not is_there:
-            raise ValueError(f"{folder} has no {what}: name a folder in Hugging Face's format, with its tokenizer")
-    return folder
+    for pattern in _NEEDED:
+        if not any(Path(argument).glob(pattern)):
+            raise ValueError(f"{argument} has no {pattern}: name a folder in Hugging Face's format, with its tokenizer")
+    return Path(argument)
 
 
 def list_places(folder: Path) -> tuple[Path, ...]:
@@ -34,7 +31,7 @@ def hash_folder(folder: Path) -> str:
 
 @functools.lru_cache
 def _hash_files(files: tuple[tuple[Path, int, int], ...]) -> str:
-    # Imported here, because workers import this module too, and another environment may lack it.
+    # Imported here, because workers import this module too.
     from blake3 import blake3
 
     whole = blake3()

@@ -11,7 +11,7 @@ import msgspec
 
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.observe.trace import GROUPS, Recorder
-from megatron_rl.rewards.pool import RewardPool
+from megatron_rl.rewards.several import Scores
 from megatron_rl.rewards.types import RewardRequest
 from megatron_rl.shared.chat import Decode
 from megatron_rl.shared.protocol import wire
@@ -265,7 +265,7 @@ class NoScorer:
 
 
 class PoolScorer:
-    def __init__(self, pool: RewardPool, decode: Decode):
+    def __init__(self, pool: Scores, decode: Decode):
         self._pool = pool
         self._decode = decode
 
