@@ -1,4 +1,4 @@
-"""What the judge of `--reward judge:FOLDER` is asked, and how its answer becomes a number.
+"""The question to the judge of `--reward judge:FOLDER`, and the score in its answer.
 
 Invariants:
 
@@ -6,6 +6,7 @@ Invariants:
 - every other answer gets the default, for one of the causes in CAUSES, which is counted.
 """
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -42,7 +43,10 @@ def read_score(config: RewardConfig, answer: str, is_cut: bool) -> tuple[float, 
     matches = re.findall(config.judge_pattern, answer)
     if is_cut or not matches:
         return config.judge_default, CUT if is_cut else MISSING
-    return (float(matches[-1]), "") if is_finite(matches[-1]) else (config.judge_default, MALFORMED)
+    with contextlib.suppress(ValueError):
+        if math.isfinite(score := float(matches[-1])):
+            return score, ""
+    return config.judge_default, MALFORMED
 
 
 def list_fields(template: str) -> list[str]:
@@ -80,13 +84,6 @@ def find_problems(config: RewardConfig, num_judges: int) -> Iterator[str]:
             yield f"--judge-pattern {config.judge_pattern} must have 1 group, the score, and has {count}"
     except (OSError, ValueError, re.error) as error:
         yield f"{flag[0]} {flag[1]} cannot be read: {error}; correct it"
-
-
-def is_finite(text: str) -> bool:
-    try:
-        return math.isfinite(float(text))
-    except ValueError:
-        return False
 
 
 def _write(value: Any) -> str:

@@ -18,12 +18,11 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from megatron_rl.config.settings import RewardConfig
 from megatron_rl.errors import UsageError
 from megatron_rl.rewards.judging import name_counts, read_score, write_question
-from megatron_rl.rewards.model_folders import hash_folder
+from megatron_rl.rewards.model_folders import JUDGE, hash_folder
 from megatron_rl.rewards.spec import parse_on_error
 from megatron_rl.rewards.types import Misfit, RewardError, RewardRequest, RewardResult, RewardSpec, Values
 from megatron_rl.shared.records.append_file import make_private_folder
@@ -37,11 +36,11 @@ from megatron_rl.sidecar.vllm.server import ServerConfig, make_process_spec
 
 _POLL_SECONDS = 0.2
 _HEALTH_SECONDS = 60.0
-_CHAT, _TEXT = "/v1/chat/completions", "/v1/completions"
+_ROUTE = "/v1/chat/completions"
 
 
 class Judge:
-    """Satisfies `megatron_rl.rewards.several.Scores`."""
+    """Satisfies `megatron_rl.rewards.pool.RewardKind`."""
 
     def __init__(self, spec: RewardSpec, config: RewardConfig, process: ProcessSpec, start_seconds: float) -> None:
         """Make the judge of checked settings; `process` is its server's."""
@@ -50,7 +49,6 @@ class Judge:
         self._spec, self._config, self._process, self._start_seconds = spec, config, process, start_seconds
         self._template = config.judge_prompt.read_text(encoding="utf-8")
         self._folder = Path(spec.argument)
-        self._route = _CHAT if _has_chat_template(self._folder) else _TEXT
         self._places = asyncio.Semaphore(config.judge_max_num_seqs)
         self._handle: Handle | None = None
         self._connection: Connection | None = None
@@ -125,24 +123,13 @@ class Judge:
 
     async def _judge(self, question: str) -> tuple[float, str]:
         """Return the score of an answer, and why it is the default; no cause if it is the judge's own."""
-        is_chat = self._route == _CHAT
-        content: dict[str, Any] = (
-            {"messages": [{"role": "user", "content": question}]} if is_chat else {"prompt": question}
-        )
-        content |= {"model": "judge", "temperature": 0, "seed": 0, "max_tokens": self._config.judge_max_tokens}
+        messages = [{"role": "user", "content": question}]
+        limits = {"max_tokens": self._config.judge_max_tokens, "temperature": 0, "seed": 0}
         assert self._connection is not None
         async with self._places, asyncio.timeout(self._spec.timeout):
-            answer = await self._connection.post("answer", self._route, content)
+            answer = await self._connection.post("answer", _ROUTE, {"model": JUDGE, "messages": messages, **limits})
         (choice,) = answer["choices"]
-        text = choice["message"]["content"] if is_chat else choice["text"]
-        return read_score(self._config, text or "", choice["finish_reason"] != "stop")
-
-
-def _has_chat_template(folder: Path) -> bool:
-    with contextlib.suppress(OSError, ValueError):
-        if json.loads((folder / "tokenizer_config.json").read_bytes()).get("chat_template"):
-            return True
-    return (folder / "chat_template.jinja").is_file()
+        return read_score(self._config, choice["message"]["content"] or "", choice["finish_reason"] != "stop")
 
 
 def open_judge(
@@ -169,7 +156,7 @@ def open_judge(
 def _list_words(config: ServerConfig, reward: RewardConfig, address: str) -> tuple[str, ...]:
     command = [
         config.python, "-m", "megatron_rl.sidecar.vllm.api_server",
-        "--model", config.model, "--served-model-name", "judge", "--uds", address, "--disable-uvicorn-access-log",
+        "--model", config.model, "--served-model-name", JUDGE, "--uds", address, "--disable-uvicorn-access-log",
         "--max-num-seqs", str(reward.judge_max_num_seqs), "--tensor-parallel-size", str(config.tensor_parallel_size),
         # Without the sampling parameters of the checkpoint's generation_config.json.
         "--generation-config", "vllm",

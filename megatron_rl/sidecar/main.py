@@ -20,8 +20,7 @@ from megatron_rl.config.settings import RolloutConfig
 from megatron_rl.confined.pool import PoolSettings
 from megatron_rl.errors import ExitCode, MegatronRLError, room_checked
 from megatron_rl.rewards.model_folders import CLASSIFIER, JUDGE
-from megatron_rl.rewards.pool import RewardPool, build_pool_settings, make_classifier_pool
-from megatron_rl.rewards.several import Rewards, Scores
+from megatron_rl.rewards.pool import RewardKind, RewardPool, Rewards, build_pool_settings, make_classifier_pool
 from megatron_rl.rewards.spec import parse_specs
 from megatron_rl.shared.chat import Decode, build_decoder
 from megatron_rl.shared.garbage import leaving_out_what_exists
@@ -175,7 +174,7 @@ def _build_pool_settings(settings: SidecarSettings) -> PoolSettings:
     return build_pool_settings(settings.reward, settings.folder, find_secrets(settings.rollout.hosts))
 
 
-def build_rewards(settings: SidecarSettings, stack: contextlib.AsyncExitStack) -> Scores | None:
+def build_rewards(settings: SidecarSettings, stack: contextlib.AsyncExitStack) -> RewardKind | None:
     """Make the rewards of a run, which are to be started; None if others give them, or none count."""
     reward = settings.reward
     if not reward.functions and (settings.environment.has_turns or not settings.needs_rewards):
@@ -183,7 +182,7 @@ def build_rewards(settings: SidecarSettings, stack: contextlib.AsyncExitStack) -
     specs, processes = parse_specs(reward.functions or [], reward.timeout), _build_pool_settings(settings)
     functions = [spec for spec in specs if spec.source not in (CLASSIFIER, JUDGE)]
     is_alone = len(specs) in (1, len(functions))
-    kinds: list[Scores] = [RewardPool(functions, processes, is_alone)] if functions or not specs else []
+    kinds: list[RewardKind] = [RewardPool(functions, processes, is_alone)] if functions or not specs else []
     for spec in specs:
         if spec.source == CLASSIFIER:
             kinds.append(make_classifier_pool(spec, processes, reward.model_device, is_alone))
@@ -192,13 +191,13 @@ def build_rewards(settings: SidecarSettings, stack: contextlib.AsyncExitStack) -
     return kinds[0] if is_alone else Rewards(kinds)
 
 
-def _name_making(settings: SidecarSettings, pool: Scores | None, rollouts: "UserRollouts | None") -> str:
+def _name_making(settings: SidecarSettings, pool: RewardKind | None, rollouts: "UserRollouts | None") -> str:
     """Name the way in which groups are made: those that were made in another way are not taken from the journal."""
     identities = [part.identity for part in (pool, rollouts) if part is not None]
     return " ".join(identities) + (" with experts" if settings.rollout.replay_routing else "")
 
 
-async def _start_rewards(pool: Scores | None, settings: SidecarSettings) -> None:
+async def _start_rewards(pool: RewardKind | None, settings: SidecarSettings) -> None:
     """Start the rewards, and try them on the rows that the trainer hands over, if it does."""
     if pool is None:
         return

@@ -44,6 +44,7 @@ def draw_judge(folder: Path) -> Path:
     for token in range(size):
         weights["lm_head.weight"][answer(token), token] = 1
     save_file(weights, file, {"format": "pt"})
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
     return folder
 
 
@@ -78,7 +79,7 @@ def test_a_run_learns_the_numbers_of_a_classifier_to_the_same_bits_under_both_sc
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_a_run_learns_the_scores_of_a_judge_to_the_same_bits_under_both_schedules(tmp_path) -> None:
-    """The judge's answer follows from the last token of the response: a number, or nothing."""
+    """Have a judge whose answer follows from the last token of the response: it is a number, or empty."""
     world, model = loop.make_world(tmp_path), draw_judge(tmp_path / "judge")
     (question := tmp_path / "question.txt").write_text("9 {prompt} 8 {answer} 7 {response}")
     judge = {
