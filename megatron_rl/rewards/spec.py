@@ -124,6 +124,8 @@ def problems(reward: RewardConfig, is_needed: bool = True) -> Iterator[str]:
     if is_needed and not reward.functions:
         yield "--reward is missing: name a function FILE.py:FUNCTION, or a ready-made one"
     yield from _problems_of_functions(reward.functions or [])
+    if reward.model_device != "cpu" and not any(text.startswith(f"{CLASSIFIER}:") for text in reward.functions or ()):
+        yield f"--reward-model-device {reward.model_device} needs --reward model:FOLDER: add it, or drop the flag"
     yield from find_judge_problems(reward, sum(text.startswith(f"{JUDGE}:") for text in reward.functions or ()))
     try:
         parse_on_error(reward.on_error)

@@ -170,6 +170,11 @@ def test_a_folder_that_gives_no_reward_is_refused_before_the_run_in_one_sentence
     assert message in problem
 
 
+def test_a_device_needs_a_classifier():
+    (problem,) = spec.problems(RewardConfig(functions=["exact"], model_device="cuda:1"))
+    assert problem == "--reward-model-device cuda:1 needs --reward model:FOLDER: add it, or drop the flag"
+
+
 def test_the_identity_follows_from_the_folders_files_and_the_device(tmp_path, classifier):
     shutil.copytree(classifier, folder := tmp_path / "copy")
 
