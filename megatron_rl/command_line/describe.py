@@ -16,6 +16,7 @@ from megatron_rl.config.settings import DraftSettings, Subjects
 from megatron_rl.flag import Flag, Kind, derive_flags, format_value, index_by_name, names_function
 from megatron_rl.observe.run_folder import SavedConfig, Value
 from megatron_rl.platforms.megatron_configs import find_megatron_version
+from megatron_rl.rewards.model_folders import CLASSIFIER, JUDGE, hash_folder
 from megatron_rl.rewards.spec import parse_specs
 from megatron_rl.shared.weights.families import describe_guest
 from megatron_rl.shared.weights.mapping import measure_model
@@ -28,7 +29,9 @@ _OF_OBJECTIVE: dict[str, frozenset[str] | None] = {
     "algorithm": None,
     "sampling": None,
     "environment": frozenset({"source", "max_turns", "on_error", "agent", "verifiers", "gateway_advises"}),
-    "reward": frozenset({"functions", "on_error"}),
+    "reward": frozenset(
+        {"functions", "on_error", "judge_prompt", "judge_pattern", "judge_default", "judge_max_tokens"}
+    ),
 }
 # Metrics change nothing, and the weights of frozen models are compared by their fingerprints.
 _NO_OBJECTIVE = frozenset({"metrics", "ref_model", "teacher", "critic", "roles"})
@@ -318,10 +321,18 @@ def _list_objective(settings: DraftSettings) -> Iterator[tuple[str, str]]:
 
 
 def _list_hashes(settings: DraftSettings) -> Iterator[tuple[Path, str]]:
-    """Yield the files of rewards, environments and agents, each with its hash; one on another host has none."""
+    """Yield files and models of rewards, environments and agents, with hashes; one on another host has none."""
     specs = parse_specs(settings.reward.functions or (), settings.reward.timeout)
     named = (settings.environment.source, settings.environment.agent)
     others = [source.rpartition(":")[0] for source in named if source is not None and names_function(source)]
-    for path in [*(spec.source for spec in specs if spec.is_file), *others]:
+    question = settings.reward.judge_prompt
+    for path in [
+        *(spec.source for spec in specs if spec.is_file),
+        *others,
+        *([] if question is None else [str(question)]),
+    ]:
         with contextlib.suppress(OSError):
             yield Path(path), f"sha256 {hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]}"
+    for folder in [Path(str(spec.argument)) for spec in specs if spec.source in (CLASSIFIER, JUDGE)]:
+        with contextlib.suppress(OSError):
+            yield folder, f"blake3 {hash_folder(folder)[:12]}"

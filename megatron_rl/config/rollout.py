@@ -197,6 +197,37 @@ class RewardConfig:
         "The most address space of a process that runs reward functions; unlimited if not given.",
         "--reward-memory-gib",
     )
+    model_device: str = own_flag(
+        "cpu", "The device of the classifiers of `--reward model:`, such as cuda:1.", "--reward-model-device"
+    )
+    judge_prompt: Path | None = own_flag(
+        None,
+        "The file of the question to `--reward judge:FOLDER`, with {prompt}, {response} and columns of the row.",
+        "--judge-prompt",
+    )
+    judge_pattern: str = own_flag(
+        r"[Ss]core:\s*(-?\d+(?:\.\d+)?)",
+        "The regular expression whose only group is the score in the judge's answer; its last match counts.",
+        "--judge-pattern",
+    )
+    judge_default: float = own_flag(
+        0.0, "The score of an answer that is cut, or that no score can be read from.", "--judge-default"
+    )
+    judge_max_tokens: int = own_flag(
+        1024, "The most tokens of a judge's answer.", "--judge-max-tokens", bound="at least 1"
+    )
+    judge_max_num_seqs: int = own_flag(
+        1,
+        "Answers that the judge writes at once; above 1, the others can decide a near tie between two tokens.",
+        "--judge-max-num-seqs",
+        bound="at least 1",
+    )
+    judge_devices: list[int] | None = own_flag(
+        None, "The judge's accelerators, counted among the visible ones; none on a CPU.", "--judge-devices"
+    )
+    judge_vllm_args: str = own_flag(
+        "", "Further flags of vLLM's server for the judge, such as its share of memory.", "--judge-vllm-args"
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,20 +18,25 @@ import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from megatron_rl.config.settings import RewardConfig
 from megatron_rl.confined.pool import ConfinedPool, PoolSettings, Program
 from megatron_rl.confined.process import CallFailed, ConfinedProcess, ProcessEnded, TooSlow
 from megatron_rl.errors import MegatronRLError, UsageError
+from megatron_rl.rewards.model_folders import CLASSIFIER, hash_folder, list_places
 from megatron_rl.rewards.spec import parse_on_error, read_source
 from megatron_rl.rewards.types import RewardError, RewardRequest, RewardResult, RewardSpec, Values, check_values
+from megatron_rl.types import MKL_MODE
 
 _LOG_FILE = "rewards.log"
 _LOGGER = logging.getLogger(__name__)
 # A trial that takes longer is abandoned, without consequences.
 _TRIAL_SECONDS = 3.0
-# Rewards that are not tried: the requests would cost their servers work for no use.
-_REMOTE = ("http",)
+# Rewards that are not tried: a server would work for no use, and a loaded model cannot be forked.
+_REMOTE = ("http", CLASSIFIER)
+# Seconds that a classifier may take to load.
+_LOAD_SECONDS = 1800.0
 
 
 def build_pool_settings(reward: RewardConfig, folder: Path, secrets: Iterable[Path] = ()) -> PoolSettings:
@@ -66,13 +71,18 @@ class RewardPool(ConfinedPool):
     Groups wait for a process in order.
     """
 
-    def __init__(self, specs: Sequence[RewardSpec], settings: PoolSettings | None = None) -> None:
+    def __init__(
+        self, specs: Sequence[RewardSpec], settings: PoolSettings | None = None, is_alone: bool = True
+    ) -> None:
+        """Make a pool; `is_alone` if no other kind of reward scores the same groups."""
         if not specs:
             raise UsageError("--reward is missing: write --reward FILE.py:FUNCTION or --reward NAME")
         settings = settings or PoolSettings()
         if settings.num_workers < 1:
             raise UsageError(f"--reward-workers {settings.num_workers} must be at least 1")
         self._specs = tuple(_with_full_path(spec) for spec in specs)
+        self._is_alone = is_alone
+        self._models = [Path(str(spec.argument)) for spec in self._specs if spec.source == CLASSIFIER]
         self._sources = {spec.source: read_source("--reward", spec.source) for spec in self._specs if spec.is_file}
         self._places = asyncio.Semaphore(settings.num_workers)
         self.errors: collections.Counter[str] = collections.Counter()
@@ -80,11 +90,15 @@ class RewardPool(ConfinedPool):
         program = Program(
             "megatron_rl.rewards.worker",
             {"specs": [dataclasses.asdict(spec) for spec in self._specs], "sources": self._sources},
-            tuple(Path(file).parent for file in self._sources),
+            (
+                *(Path(file).parent for file in self._sources),
+                *(place for folder in self._models for place in list_places(folder)),
+            ),
             "reward functions",
             ", ".join(spec.name for spec in self._specs),
             "--reward",
             "--reward-workers",
+            variables=MKL_MODE if self._models else {},
         )
         super().__init__(program, settings, settings.num_workers)
 
@@ -92,6 +106,7 @@ class RewardPool(ConfinedPool):
     def identity(self) -> str:
         """Everything that a pool knows to decide a reward; it does not know what functions import, read or ask for."""
         digests = {file: hashlib.sha256(source.encode()).hexdigest() for file, source in self._sources.items()}
+        digests |= {str(folder): hash_folder(folder) for folder in self._models}
         specs = [dataclasses.asdict(spec) for spec in self._specs]
         return json.dumps({"specs": specs, "digests": digests, "on_error": self._settings.on_error})
 
@@ -229,7 +244,7 @@ class RewardPool(ConfinedPool):
                 reward if value is None else (reward or 0.0) + spec.weight * value
                 for reward, value in zip(rewards, values, strict=True)
             ]
-        if None in rewards and self._settings.on_error is not None:
+        if None in rewards and self._settings.on_error is not None and self._is_alone:
             name, reason = self._program.names, f"no function applies to completion {rewards.index(None)}"
             value = self._failed(name, request, reason)
             errors[name] = reason
@@ -244,5 +259,71 @@ class RewardPool(ConfinedPool):
         return self._settings.on_error
 
 
+class RewardKind(Protocol):
+    """A pool of functions, a classifier or a judge, which scores groups."""
+
+    warnings: list[str]
+
+    @property
+    def identity(self) -> str: ...
+
+    async def start(self) -> object: ...
+
+    async def close(self) -> None: ...
+
+    async def try_on(self, trials: Sequence[RewardRequest]) -> None: ...
+
+    async def score(self, request: RewardRequest) -> RewardResult: ...
+
+
+class Rewards:
+    """Kinds of rewards that score a group at the same time; their rewards are added in order."""
+
+    def __init__(self, kinds: Sequence[RewardKind]) -> None:
+        self.warnings: list[str] = []
+        self._kinds = kinds
+        for kind in kinds:
+            kind.warnings = self.warnings
+
+    @property
+    def identity(self) -> str:
+        return " ".join(kind.identity for kind in self._kinds)
+
+    async def start(self) -> None:
+        await asyncio.gather(*(kind.start() for kind in self._kinds))
+
+    async def close(self) -> None:
+        await asyncio.gather(*(kind.close() for kind in self._kinds))
+
+    async def try_on(self, trials: Sequence[RewardRequest]) -> None:
+        for kind in self._kinds:
+            await kind.try_on(trials)
+
+    async def score(self, request: RewardRequest) -> RewardResult:
+        """Score a group; raise the first RewardError."""
+        results = await asyncio.gather(*(kind.score(request) for kind in self._kinds))
+        return RewardResult(
+            [_add(rewards) for rewards in zip(*(result.rewards for result in results), strict=True)],
+            {name: values for result in results for name, values in result.components.items()},
+            max(result.seconds for result in results),
+            {name: reason for result in results for name, reason in result.errors.items()},
+        )
+
+
+def _add(rewards: Iterable[float | None]) -> float | None:
+    """Add up rewards without those that do not apply; None if none applies."""
+    known = [reward for reward in rewards if reward is not None]
+    return sum(known) if known else None
+
+
+def make_classifier_pool(spec: RewardSpec, settings: PoolSettings, device: str, is_alone: bool) -> RewardPool:
+    """Make the one process of a classifier. The devices of accelerators are not confined, unless they must be."""
+    confine = "off" if device != "cpu" and settings.confine == "auto" else settings.confine
+    own = dataclasses.replace(settings, num_workers=1, memory_bytes=None, start_timeout=_LOAD_SECONDS, confine=confine)
+    return RewardPool([dataclasses.replace(spec, device=device)], own, is_alone)
+
+
 def _with_full_path(spec: RewardSpec) -> RewardSpec:
+    if spec.source == CLASSIFIER and spec.argument:
+        return dataclasses.replace(spec, argument=os.path.realpath(spec.argument))
     return dataclasses.replace(spec, source=os.path.realpath(spec.source)) if spec.is_file else spec

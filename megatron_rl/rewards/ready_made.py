@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
+from megatron_rl.rewards.classifier import make_model
 from megatron_rl.rewards.types import get_column, get_text
 
 _NUMBER = re.compile(r"-?\$?\d[\d,]*(?:\.\d+)?|-?\$?\.\d+")
@@ -229,5 +230,6 @@ REWARDS: Mapping[str, Callable[[str | None, float], Callable[..., Any]]] = {
     "http": make_http,
     "length": make_length,
     "math": make_math,
+    "model": make_model,
     "regex": make_regex,
 }

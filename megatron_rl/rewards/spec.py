@@ -17,12 +17,17 @@ from megatron_rl.config.settings import RewardConfig
 from megatron_rl.confined.confinement import find_environment_problems
 from megatron_rl.errors import UsageError
 from megatron_rl.flag import suggest_nearest
+from megatron_rl.rewards.classifier import check_classifier
+from megatron_rl.rewards.judging import find_problems as find_judge_problems
+from megatron_rl.rewards.judging import name_counts
+from megatron_rl.rewards.model_folders import CLASSIFIER, JUDGE, check_folder
 from megatron_rl.rewards.ready_made import REWARDS
 from megatron_rl.rewards.types import RewardSpec
 
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 _SPEC = re.compile(rf"(?P<source>.+?)(?:=(?P<weight>{_NUMBER}))?(?:@(?P<timeout>{_NUMBER}))?")
 _DEFAULT_TIMEOUT = 30.0
+_NAMES = (*REWARDS, JUDGE)
 
 
 def parse_spec(text: str, timeout: float = _DEFAULT_TIMEOUT) -> RewardSpec:
@@ -45,8 +50,9 @@ def parse_spec(text: str, timeout: float = _DEFAULT_TIMEOUT) -> RewardSpec:
     if source.startswith(("http://", "https://")):
         return RewardSpec("http", "http", argument=source, weight=weight, timeout=seconds)
     head, colon, tail = source.partition(":")
-    if head in REWARDS:
-        _check_argument(text, head, tail if colon else None)
+    if head in _NAMES:
+        if head != JUDGE:
+            _check_argument(text, head, tail if colon else None)
         return RewardSpec(head, head, argument=tail if colon else None, weight=weight, timeout=seconds)
     path, colon, function = source.rpartition(":")
     if path.endswith(".py"):
@@ -58,7 +64,7 @@ def parse_spec(text: str, timeout: float = _DEFAULT_TIMEOUT) -> RewardSpec:
     if source.endswith(".py"):
         raise UsageError(f"--reward {text}: the function is missing; write {source}:FUNCTION")
     raise UsageError(
-        f"--reward {text} must be FILE.py:FUNCTION or one of {', '.join(REWARDS)}{suggest_nearest(head, REWARDS)}"
+        f"--reward {text} must be FILE.py:FUNCTION or one of {', '.join(_NAMES)}{suggest_nearest(head, _NAMES)}"
     )
 
 
@@ -74,8 +80,13 @@ def parse_specs(texts: Sequence[str], timeout: float = _DEFAULT_TIMEOUT) -> tupl
 
 
 def find_weights(config: RewardConfig) -> dict[str, float]:
-    """Return the weight of each function, by the name of its component."""
-    return {spec.name: spec.weight for spec in parse_specs(config.functions or (), config.timeout)}
+    """Return the weight of each reward, by the name of its component; counts of a judge's answers have none."""
+    weights: dict[str, float] = {}
+    for spec in parse_specs(config.functions or (), config.timeout):
+        weights |= {spec.name: spec.weight} | dict.fromkeys(
+            name_counts(spec.name).values() if spec.source == JUDGE else (), 0.0
+        )
+    return weights
 
 
 def parse_on_error(text: str, flag: str = "--reward-on-error") -> float | None:
@@ -113,6 +124,9 @@ def problems(reward: RewardConfig, is_needed: bool = True) -> Iterator[str]:
     if is_needed and not reward.functions:
         yield "--reward is missing: name a function FILE.py:FUNCTION, or a ready-made one"
     yield from _problems_of_functions(reward.functions or [])
+    if reward.model_device != "cpu" and not any(text.startswith(f"{CLASSIFIER}:") for text in reward.functions or ()):
+        yield f"--reward-model-device {reward.model_device} needs --reward model:FOLDER: add it, or drop the flag"
+    yield from find_judge_problems(reward, sum(text.startswith(f"{JUDGE}:") for text in reward.functions or ()))
     try:
         parse_on_error(reward.on_error)
     except UsageError as error:
@@ -146,9 +160,15 @@ def _problems_of_functions(texts: list[str]) -> Iterator[str]:
             spec = parse_spec(text)
             if spec.is_file:
                 _check_file(text, spec)
+            elif spec.source == CLASSIFIER:
+                check_classifier(spec.argument)
+            elif spec.source == JUDGE:
+                check_folder(spec.argument, JUDGE)
         except UsageError as error:
             are_right = False
             yield from error.problems
+        except ValueError as error:
+            yield f"--reward {text}: {error}"
     if are_right:
         try:
             parse_specs(texts)

@@ -47,6 +47,8 @@ class RewardSpec:
     """The argument of a ready-made reward."""
     weight: float = 1.0
     timeout: float = 30.0
+    device: str = "cpu"
+    """The device of a model."""
 
     @property
     def is_file(self) -> bool:

@@ -22,12 +22,14 @@ from megatron_rl.confined.worker import (
     CannotLoad,
     Setup,
     answer,
+    describe_error,
     list_parameters,
     load_module,
     report_error,
     run_worker,
     wait_for,
 )
+from megatron_rl.rewards.classifier import Classifier
 from megatron_rl.rewards.ready_made import REWARDS
 from megatron_rl.rewards.types import ANSWER, GIVEN, Misfit, MissingColumn, RewardSpec, Values, check_values, get_text
 
@@ -47,7 +49,7 @@ class Functions:
 
     def _function(self, spec: RewardSpec, sources: dict[str, str], modules: dict[str, types.ModuleType]) -> Any:
         if spec.function is None:
-            return REWARDS[spec.source](spec.argument, spec.timeout)
+            return _make(spec)
         if spec.source not in modules:
             modules[spec.source] = load_module(spec.source, sources[spec.source])
         function = getattr(modules[spec.source], spec.function, None)
@@ -78,6 +80,17 @@ class Functions:
         if inspect.isawaitable(result):
             result = self._loop.run_until_complete(wait_for(result))
         return check_values(result, len(group["completions"]))
+
+
+def _make(spec: RewardSpec) -> Any:
+    """Make a ready-made reward, and load the model of one that has it."""
+    made = REWARDS[spec.source](spec.argument, spec.timeout)
+    if isinstance(made, Classifier):
+        try:
+            made.load(spec.device)
+        except (ValueError, OSError, RuntimeError, ImportError) as error:
+            raise CannotLoad(f"{spec.source}:{spec.argument} on {spec.device}: {describe_error(error)}") from None
+    return made
 
 
 def _arguments(function: Callable[..., Any], request: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import msgspec
 
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.observe.trace import GROUPS, Recorder
-from megatron_rl.rewards.pool import RewardPool
+from megatron_rl.rewards.pool import RewardKind
 from megatron_rl.rewards.types import RewardRequest
 from megatron_rl.shared.chat import Decode
 from megatron_rl.shared.protocol import wire
@@ -258,14 +258,14 @@ def _count_tail(assignment: Assignment) -> int:
 
 
 class NoScorer:
-    """Scores nothing: environments have given rewards, or none count."""
+    """RewardKind nothing: environments have given rewards, or none count."""
 
     async def score(self, group: wire.Group, chats: Chats | None) -> wire.Group:
         return group
 
 
 class PoolScorer:
-    def __init__(self, pool: RewardPool, decode: Decode):
+    def __init__(self, pool: RewardKind, decode: Decode):
         self._pool = pool
         self._decode = decode
 

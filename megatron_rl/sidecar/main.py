@@ -19,7 +19,8 @@ from megatron_rl.config.hardware import count_cores, share_cores
 from megatron_rl.config.settings import RolloutConfig
 from megatron_rl.confined.pool import PoolSettings
 from megatron_rl.errors import ExitCode, MegatronRLError, room_checked
-from megatron_rl.rewards.pool import RewardPool, build_pool_settings
+from megatron_rl.rewards.model_folders import CLASSIFIER, JUDGE
+from megatron_rl.rewards.pool import RewardKind, RewardPool, Rewards, build_pool_settings, make_classifier_pool
 from megatron_rl.rewards.spec import parse_specs
 from megatron_rl.shared.chat import Decode, build_decoder
 from megatron_rl.shared.garbage import leaving_out_what_exists
@@ -80,7 +81,7 @@ async def run(settings: SidecarSettings) -> None:
     folder = settings.folder
     make_private_folder(folder)
     async with contextlib.AsyncExitStack() as stack:
-        pool, rollouts = _build_pool(settings), _open_rollouts(settings)
+        pool, rollouts = build_rewards(settings, stack), _open_rollouts(settings)
         for part in (pool, rollouts):
             if part is not None:
                 stack.push_async_callback(part.close)
@@ -173,20 +174,30 @@ def _build_pool_settings(settings: SidecarSettings) -> PoolSettings:
     return build_pool_settings(settings.reward, settings.folder, find_secrets(settings.rollout.hosts))
 
 
-def _build_pool(settings: SidecarSettings) -> RewardPool | None:
+def build_rewards(settings: SidecarSettings, stack: contextlib.AsyncExitStack) -> RewardKind | None:
+    """Make the rewards of a run, which are to be started; None if others give them, or none count."""
     reward = settings.reward
     if not reward.functions and (settings.environment.has_turns or not settings.needs_rewards):
         return None
-    return RewardPool(parse_specs(reward.functions or [], reward.timeout), _build_pool_settings(settings))
+    specs, processes = parse_specs(reward.functions or [], reward.timeout), _build_pool_settings(settings)
+    functions = [spec for spec in specs if spec.source not in (CLASSIFIER, JUDGE)]
+    is_alone = len(specs) in (1, len(functions))
+    kinds: list[RewardKind] = [RewardPool(functions, processes, is_alone)] if functions or not specs else []
+    for spec in specs:
+        if spec.source == CLASSIFIER:
+            kinds.append(make_classifier_pool(spec, processes, reward.model_device, is_alone))
+        elif spec.source == JUDGE:
+            kinds.append(load_part("judge").open_judge(spec, settings, _count_threads(settings), stack))
+    return kinds[0] if is_alone else Rewards(kinds)
 
 
-def _name_making(settings: SidecarSettings, pool: RewardPool | None, rollouts: "UserRollouts | None") -> str:
+def _name_making(settings: SidecarSettings, pool: RewardKind | None, rollouts: "UserRollouts | None") -> str:
     """Name the way in which groups are made: those that were made in another way are not taken from the journal."""
     identities = [part.identity for part in (pool, rollouts) if part is not None]
     return " ".join(identities) + (" with experts" if settings.rollout.replay_routing else "")
 
 
-async def _start_rewards(pool: RewardPool | None, settings: SidecarSettings) -> None:
+async def _start_rewards(pool: RewardKind | None, settings: SidecarSettings) -> None:
     """Start the rewards, and try them on the rows that the trainer hands over, if it does."""
     if pool is None:
         return
@@ -205,17 +216,12 @@ def _build_factory(
         vocab_size = None if architecture is None else architecture.vocab_size
         return ScriptedFactory(read_script(rollout.script, vocab_size, rollout.max_num_seqs))
     assert settings.hf_model is not None
-    # Of a sidecar that is started alone, all cores of the host belong to its engines.
-    num_workers = rollout.num_engines * rollout.tensor_parallel_size
-    num_threads = (
-        rollout.num_threads or share_cores(count_cores(), num_ranks=0, num_workers=num_workers).threads_of_worker
-    )
     config = configure_server(
         rollout,
         settings.hf_model,
         settings.seq_length,
         settings.device,
-        num_threads,
+        _count_threads(settings),
         settings.memory,
         settings.weights_bridge,
     )
@@ -229,6 +235,14 @@ def _build_factory(
         return local
     elsewhere = dataclasses.replace(config, num_threads=rollout.num_threads or 0)
     return hosts.build_factory(local, rollout.num_engines, elsewhere)
+
+
+def _count_threads(settings: SidecarSettings) -> int:
+    """Count the threads of an engine's process on a CPU."""
+    rollout = settings.rollout
+    # Of a sidecar that is started alone, all cores of the host belong to its engines.
+    num_workers = rollout.num_engines * rollout.tensor_parallel_size
+    return rollout.num_threads or share_cores(count_cores(), num_ranks=0, num_workers=num_workers).threads_of_worker
 
 
 async def _check_flags(rollout: RolloutConfig) -> None:

@@ -246,6 +246,11 @@ def problems(settings: SidecarSettings, architecture: Architecture | None, longe
     yield from reward_spec.problems(
         settings.reward, is_needed=settings.needs_rewards and not settings.environment.has_turns
     )
+    if settings.device != "cpu" and not settings.reward.judge_devices:
+        if any(text.startswith("judge:") for text in settings.reward.functions or ()):
+            yield "--judge-devices is missing: name the judge's accelerators, apart from those of ranks and engines"
+    elif settings.device == "cpu" and settings.reward.judge_devices:
+        yield "--judge-devices names accelerators, and the judge computes on the CPU: drop it"
     yield from _problems_of_environments(settings)
 
 

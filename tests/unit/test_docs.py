@@ -224,10 +224,14 @@ def test_commands_in_sentences_name_things_that_exist(page):
 
 
 def test_the_reward_flags_of_the_rewards_page_are_understood():
-    (words,) = [block.text.split() for block in blocks("docs/rewards.md") if block.text.startswith("--reward ")]
-    assert [(one.name, one.weight, one.timeout) for one in parse_specs(words[1:])] == [
+    several, judge = [
+        shlex.split(block.text) for block in blocks("docs/rewards.md") if block.text.startswith("--reward ")
+    ]
+    assert [(one.name, one.weight, one.timeout) for one in parse_specs(several[1:])] == [
         ("gsm8k", 1.0, 30.0), ("brevity", 0.1, 30.0), ("http", 0.5, 60.0),
     ]  # fmt: skip
+    assert [(one.name, one.weight, one.timeout) for one in parse_specs(judge[1:2])] == [("judge", 0.5, 60.0)]
+    assert {word for word in judge if word.startswith("--")} <= {flag.name for flag in sidecar_settings.list_flags()}
 
 
 def test_planted_faults_in_a_page_are_found(tmp_path, monkeypatch):
