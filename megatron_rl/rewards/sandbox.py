@@ -123,8 +123,8 @@ def _start(folder: str, seconds: float, memory_bytes: int, streams: Sequence[IO[
 
 def _cannot_confine(why: str) -> PlatformError:
     return PlatformError(
-        f"code of a policy cannot be confined here: {why}; it needs x86_64 or aarch64 and Linux 5.13 with Landlock: add "
-        "landlock to the kernel's lsm=, or score it on another host with --reward http://HOST"
+        f"code of a policy cannot be confined here: {why}; it needs x86_64 or aarch64 and Linux 5.13 with Landlock: "
+        "add landlock to the kernel's lsm=, or score it on another host with --reward http://HOST"
     )
 
 

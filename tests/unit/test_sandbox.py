@@ -355,7 +355,7 @@ def test_a_system_without_landlock_runs_no_code(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(sandbox, "landlock_version", fail)
     with pytest.raises(
-        PlatformError, match=r"cannot be confined here: .*not implemented; it needs x86_64 or aarch64 and Linux 5.13"
+        PlatformError, match=r"cannot be confined here: .*not implemented; it needs .* Linux 5.13"
     ):
         run_python("print(1)")
     monkeypatch.undo()
