@@ -354,9 +354,7 @@ def test_a_system_without_landlock_runs_no_code(monkeypatch: pytest.MonkeyPatch)
         raise OSError(38, "Landlock: Function not implemented")
 
     monkeypatch.setattr(sandbox, "landlock_version", fail)
-    with pytest.raises(
-        PlatformError, match=r"cannot be confined here: .*not implemented; it needs .* Linux 5.13"
-    ):
+    with pytest.raises(PlatformError, match=r"cannot be confined here: .*not implemented; it needs .* Linux 5.13"):
         run_python("print(1)")
     monkeypatch.undo()
     monkeypatch.setattr(sandbox, "RUN_MODULE", patch_jail("platform.machine = lambda: 'this machine'"))
