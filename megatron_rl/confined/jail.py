@@ -45,8 +45,10 @@ _NEVER = {
     "utimensat": (280, 88), "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7),
     "setxattrat": (463, 463), "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16),
     "removexattrat": (466, 466), "file_setattr": (469, 469), "truncate": (76, 45),
-    # Memory that outlives the process, keys, sockets, and what only debuggers need.
-    "shmget": (29, 194), "semget": (64, 190), "msgget": (68, 186), "mq_open": (240, 180), "add_key": (248, 217),
+    # Memory and queues that processes share by a number or a name, keys, sockets, and what only debuggers need.
+    "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195), "semget": (64, 190), "semop": (65, 193),
+    "semctl": (66, 191), "semtimedop": (220, 192), "msgget": (68, 186), "msgsnd": (69, 189), "msgrcv": (70, 188),
+    "msgctl": (71, 187), "mq_open": (240, 180), "mq_unlink": (241, 181), "add_key": (248, 217),
     "request_key": (249, 218), "keyctl": (250, 219), "socket": (41, 198), "bpf": (321, 280),
     "perf_event_open": (298, 241), "userfaultfd": (323, 282),
 }  # fmt: skip
@@ -61,8 +63,9 @@ _OPENING = os.O_TRUNC | os.O_ACCMODE
 _ARGUMENTS = (
     # PR_SET_PDEATHSIG.
     RefusedCall("prctl", 0, (1,), True),
-    # F_SETOWN, F_SETSIG, F_SETOWN_EX, FIOSETOWN, SIOCSPGRP: signals to others. FS_IOC_SETFLAGS, FS_IOC_FSSETXATTR.
-    RefusedCall("fcntl", 1, (8, 10, 15), True),
+    # F_SETOWN, F_SETSIG, F_SETOWN_EX, FIOSETOWN, SIOCSPGRP: signals to others. F_SETLEASE keeps others from opening.
+    # FS_IOC_SETFLAGS and FS_IOC_FSSETXATTR set attributes.
+    RefusedCall("fcntl", 1, (8, 10, 15, 1024), True),
     RefusedCall("ioctl", 1, (0x8901, 0x8902, 0x40086602, 0x401C5820), True),
     # Before Linux 6.2, Landlock lets a file be emptied that may only be read.
     RefusedCall("open", 1, (os.O_TRUNC, _OPENING), True, _OPENING),
