@@ -6,7 +6,7 @@ import pytest
 
 from examples import tiny_run
 from examples.arithmetic import model as tiny
-from examples.coding import demo, reward
+from examples.coding import demo
 from megatron_rl.shared.records.append_file import read_lines
 from megatron_rl.shared.records.audit_check import verify
 from tests.e2e import loop
@@ -14,7 +14,7 @@ from tests.processes import ROOT
 
 pytestmark = pytest.mark.each_change
 
-# Code of any two or three tokens may pass it.
+# A scripted engine writes numbers with spaces between them: one of them is code that passes, two are no code.
 TEST = "assert isinstance(f(4, 2, 3), int) == True"
 
 
@@ -35,6 +35,6 @@ def test_a_run_is_rewarded_by_what_code_computes_in_the_sandbox(tmp_path: Path) 
     assert not report.breaches
     assert [item.num_responses for item in report.iterations] == [16, 16]
     responses = [response for line in read_lines(run / "samples.jsonl") for response in line["responses"]]
-    rewards = [response["reward"] for response in responses]
-    assert set(rewards) == {0.0, 1.0}
-    assert rewards == [reward.score(response["text"], (TEST,)) for response in responses]
+    assert {response["reward"] for response in responses} == {0.0, 1.0}
+    for response in responses:
+        assert response["reward"] == (response["finish_reason"] == "stop"), response
