@@ -15,7 +15,7 @@ PIECES = (*PROPERTIES, *CALL, *CALL_END)
 TOKENS = (*LETTERS, *"0123456789 ", *PIECES, *SPECIAL)
 NUM_HELD_OUT = 48
 FLAGS = [
-    "--train-iters", "30", "--grpo-prompts-per-step", "32", "--micro-batch-size", "256", "--seq-length", "64",
+    "--train-iters", "20", "--grpo-prompts-per-step", "32", "--micro-batch-size", "256", "--seq-length", "64",
     "--rollout-max-tokens", "40", "--rollout-env-max-turns", "3", "--rollout-tool-parser", "hermes", "--prompt-chat",
     "--lr", "1e-3", "--eval-num-samples", "4", "--rollout-env", f"{Path(__file__).parent / 'library.py'}:Library",
 ]  # fmt: skip

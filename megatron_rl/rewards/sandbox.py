@@ -113,11 +113,16 @@ def _start(folder: str, seconds: float, memory_bytes: int, streams: Sequence[IO[
                 stdin=streams[0], stdout=streams[1], stderr=streams[2], cwd=folder, pass_fds=(writing,),
                 env=build_environment((), Path(folder), ()) | _ONE_THREAD, start_new_session=True,
             )  # fmt: skip
-        said = report.read(1000) if select.select([report], [], [], _START_SECONDS)[0] else b"it did not start in time"
-    if said != jail.STARTED:
-        process.kill()
-        process.wait()
-        raise _cannot_confine((said or _read(streams[2])[-500:]).decode(errors="replace"))
+        poll = select.poll()
+        poll.register(report, select.POLLIN)
+        try:
+            said = report.read(1000) if poll.poll(1000 * _START_SECONDS) else b"it did not start in time"
+            if said != jail.STARTED:
+                raise _cannot_confine((said or _read(streams[2])[-500:]).decode(errors="replace"))
+        except BaseException:
+            process.kill()
+            process.wait()
+            raise
     return process
 
 

@@ -333,6 +333,11 @@ def test_code_that_computes_nothing_is_paid_nothing(code: str) -> None:
     assert score_tests(code, ASSERTS, seconds=2.0) == 0.0
 
 
+def test_an_answer_of_any_length_is_not_parsed() -> None:
+    assert sandbox._equals("1" + 100 * " ", 1)
+    assert not sandbox._equals("1" + 1000 * " ", 1)
+
+
 def test_what_is_expected_never_enters_the_process_of_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
