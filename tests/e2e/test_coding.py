@@ -14,7 +14,7 @@ from tests.processes import ROOT
 
 pytestmark = pytest.mark.each_change
 
-# A scripted engine writes numbers with spaces between them: one of them is code that passes, two are no code.
+# A scripted engine writes numbers with spaces between them: one number is code that passes, two numbers cannot run.
 TEST = "assert isinstance(f(4, 2, 3), int) == True"
 
 
