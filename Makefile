@@ -24,7 +24,7 @@ VERIFIERS_VENV := .venv-verifiers
 FRAMEWORKS_VENV := .venv-frameworks
 SUFFIX_VENV := .venv-suffix
 
-.PHONY: help env test test-first test-all test-each-change test-each-change-kernels test-each-change-ranks test-each-change-runs test-each-change-benchmarks test-each-change-rest test-each-change-matrix lint types format test-slow test-clones test-anywhere test-anywhere-quick test-matrix test-matrix-quick test-npu test-trl test-verifiers test-frameworks test-suffix test-report test-cuda test-hosts test-launch test-launch-quick python312 cuda demo gpu-demo paying calculator agent demo-core learning algorithms sparse teacher bench gpu-check gpu-bench gpu-first rival flags docs figures clean
+.PHONY: help env test test-first test-all test-each-change test-each-change-kernels test-each-change-ranks test-each-change-runs test-each-change-benchmarks test-each-change-rest test-each-change-matrix lint types format test-slow test-clones test-anywhere test-anywhere-quick test-matrix test-matrix-quick test-npu test-trl test-verifiers test-frameworks test-suffix test-report test-cuda test-hosts test-launch test-launch-quick python312 cuda demo gpu-demo paying calculator mcp search coding agent recipes demo-core learning algorithms sparse teacher bench gpu-check gpu-bench gpu-first rival flags docs figures clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -165,6 +165,23 @@ paying: env ## a game over several turns: a tiny model learns to pay an amount e
 
 calculator: env ## a tool: a tiny model learns to call a calculator, with real vLLM
 	$(VENV)/bin/python -m examples.calculator.demo --out calculator
+
+# Another seed, with a folder of its own: make coding SEED=1
+SEEDED = $(if $(SEED),--seed $(SEED) --out $@-$(SEED))
+
+mcp: env ## the same, where the tool is a server of MCP
+	$(VENV)/bin/python -m examples.calculator.demo --out mcp $(SEEDED) -- --rollout-env examples/calculator/by_mcp.py:Calculator
+
+search: env ## a tool: a tiny model learns to search an index by BM25, with real vLLM
+	$(VENV)/bin/python -m examples.search.demo --out search $(SEEDED)
+
+coding: env ## code as a response: a tiny model learns from tests in a sandbox, with real vLLM
+	$(VENV)/bin/python -m examples.coding.demo --out coding $(SEEDED)
+
+recipes: ## coding, search and mcp with two seeds each; half an hour
+	for seed in 0 1; do for recipe in coding search mcp; do \
+	    $(MAKE) $$recipe SEED=$$seed; \
+	done; done
 
 agent: env ## the same game in chats with an agent of the openai client alone, with real vLLM
 	$(VENV)/bin/python -m examples.agent.demo --out agent

@@ -18,22 +18,24 @@ CALL_END = ('"}}', "</tool_call>")
 SPECIAL = (END, PAD, UNKNOWN, "<tools>", "<user>", "<assistant>", "<tool>")
 TOKENS = (*"0123456789+-*", *CALL, *CALL_END, *SPECIAL)
 TEMPLATE = (Path(__file__).parent / "template.jinja").read_text().replace("\n", "")
-_VOCAB_SIZE = 32
 
 
-def draw(seed: int) -> transformers.PreTrainedModel:
+def draw(seed: int, tokens: tuple[str, ...] = TOKENS) -> transformers.PreTrainedModel:
     """Draw a model with fresh weights."""
-    return tiny.draw(seed, vocab_size=_VOCAB_SIZE, eos_token_id=TOKENS.index(END), pad_token_id=TOKENS.index(PAD))
+    vocab_size = -(-len(tokens) // 16) * 16
+    return tiny.draw(seed, vocab_size=vocab_size, eos_token_id=tokens.index(END), pad_token_id=tokens.index(PAD))
 
 
-def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
-    """Make a tokenizer of characters, and of the longer pieces of calls."""
-    words = tokenizers.models.WordLevel({token: number for number, token in enumerate(TOKENS)}, unk_token=UNKNOWN)
+def make_tokenizer(
+    tokens: tuple[str, ...] = TOKENS, pieces: tuple[str, ...] = (*CALL, *CALL_END)
+) -> transformers.PreTrainedTokenizerFast:
+    """Make a tokenizer of characters, and of longer pieces, such as those of calls."""
+    words = tokenizers.models.WordLevel({token: number for number, token in enumerate(tokens)}, unk_token=UNKNOWN)
     tokenizer = tokenizers.Tokenizer(words)
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = tokenizers.decoders.Fuse()
     tokenizer.add_special_tokens(list(SPECIAL))
-    tokenizer.add_tokens([tokenizers.AddedToken(token, normalized=False) for token in (*CALL, *CALL_END)])
+    tokenizer.add_tokens([tokenizers.AddedToken(token, normalized=False) for token in pieces])
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=END, pad_token=PAD, unk_token=UNKNOWN, chat_template=TEMPLATE,
         clean_up_tokenization_spaces=False,

@@ -14,7 +14,7 @@ import platform
 import socket
 import struct
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -194,9 +194,9 @@ _CLONE_NEWPID = 0x20000000
 # These numbers are the same on every architecture: newer system calls share one numbering.
 _LANDLOCK_CREATE_RULESET, _LANDLOCK_ADD_RULE, _LANDLOCK_RESTRICT_SELF = 444, 445, 446
 _IO_URING_SETUP = 425
+_ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _MACHINES = {
     "x86_64": {
-        "architecture": 0xC000003E,
         "socket": 41,
         "socketpair": 53,
         "listen": 50,
@@ -206,7 +206,6 @@ _MACHINES = {
         "sendmmsg": 307,
     },
     "aarch64": {
-        "architecture": 0xC00000B7,
         "socket": 198,
         "socketpair": 199,
         "listen": 201,
@@ -230,6 +229,8 @@ class Access(enum.IntFlag):
     WRITE_FILE = 1 << 1
     READ_FILE = 1 << 2
     READ_DIR = 1 << 3
+    REMOVE_FILE = 1 << 5
+    MAKE_REG = 1 << 8
     REFER = 1 << 13
     TRUNCATE = 1 << 14
     IOCTL_DEV = 1 << 15
@@ -238,14 +239,14 @@ class Access(enum.IntFlag):
     OF_FILES = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEV
 
 
-class _Refusal(NamedTuple):
+class RefusedCall(NamedTuple):
     """A system call that is refused for the value of an argument."""
 
     call: str
-    argument: int
+    argument: int = 0
     """The number of the argument."""
-    values: tuple[int, ...]
-    is_refused: bool
+    values: tuple[int, ...] = ()
+    is_refused: bool = False
     """True: these values are refused; False: all others are."""
     mask: int = 0xFFFFFFFF
     """The bits of the argument that are compared."""
@@ -255,20 +256,20 @@ _TYPE_BITS = 0xF
 _FAST_OPEN = 0x20000000
 _TCP_ULP = 31
 _REFUSALS_OF_ANY = (
-    _Refusal("socket", 0, (socket.AF_UNIX,), True),
+    RefusedCall("socket", 0, (socket.AF_UNIX,), True),
     # A datagram socket of a pair can send to any other one.
-    _Refusal("socketpair", 1, (socket.SOCK_STREAM, socket.SOCK_SEQPACKET), False, _TYPE_BITS),
+    RefusedCall("socketpair", 1, (socket.SOCK_STREAM, socket.SOCK_SEQPACKET), False, _TYPE_BITS),
 )
 _REFUSALS_BUT_TCP = (
-    _Refusal("socket", 0, (socket.AF_INET, socket.AF_INET6), False),
-    _Refusal("socket", 1, (socket.SOCK_STREAM,), False, _TYPE_BITS),
-    _Refusal("socket", 2, (0, socket.IPPROTO_TCP), False),
-    _Refusal("listen", 0, (), False),
-    _Refusal("sendto", 3, (_FAST_OPEN,), True, _FAST_OPEN),
-    _Refusal("sendmsg", 2, (_FAST_OPEN,), True, _FAST_OPEN),
-    _Refusal("sendmmsg", 3, (_FAST_OPEN,), True, _FAST_OPEN),
+    RefusedCall("socket", 0, (socket.AF_INET, socket.AF_INET6), False),
+    RefusedCall("socket", 1, (socket.SOCK_STREAM,), False, _TYPE_BITS),
+    RefusedCall("socket", 2, (0, socket.IPPROTO_TCP), False),
+    RefusedCall("listen", 0, (), False),
+    RefusedCall("sendto", 3, (_FAST_OPEN,), True, _FAST_OPEN),
+    RefusedCall("sendmsg", 2, (_FAST_OPEN,), True, _FAST_OPEN),
+    RefusedCall("sendmmsg", 3, (_FAST_OPEN,), True, _FAST_OPEN),
     # A TCP socket becomes one of SMC with it, whose connections Landlock does not check.
-    _Refusal("setsockopt", 2, (_TCP_ULP,), True),
+    RefusedCall("setsockopt", 2, (_TCP_ULP,), True),
 )
 
 
@@ -376,24 +377,36 @@ def restrict_sockets(is_only_tcp: bool) -> None:
     `bind` of TCP alone: other families and protocols, data in a connection's first packet, and listening. Connected
     pairs of unix sockets stay allowed. io_uring is refused, because it makes sockets without the filtered calls.
     """
-    if platform.machine() not in _MACHINES:
+    refusals = _REFUSALS_OF_ANY + (_REFUSALS_BUT_TCP if is_only_tcp else ())
+    refuse_calls(refusals, _MACHINES, (_IO_URING_SETUP,))
+
+
+def refuse_calls(
+    refusals: Iterable[RefusedCall], machines: Mapping[str, Mapping[str, int]], missing: Iterable[int]
+) -> None:
+    """Refuse system calls; `machines` has their numbers, and no number if an architecture lacks the call.
+
+    Those of the numbers `missing` fail as if the kernel lacked them.
+    """
+    if platform.machine() not in machines:
         raise OSError(f"not written for {platform.machine()}")
-    machine = _MACHINES[platform.machine()]
+    machine = machines[platform.machine()]
     load, equal, at_least, answer = 0x20, 0x15, 0x35, 0x06
-    allow, denied, missing = 0x7FFF0000, 0x00050000 | 13, 0x00050000 | 38
+    allow, denied, unknown = 0x7FFF0000, 0x00050000 | 13, 0x00050000 | 38
     # Code, steps to skip if true, steps to skip if false, operand. Calls from 0x40000000 on are x86's second numbering.
     program = [
         (load, 0, 0, 4),
-        (equal, 1, 0, machine["architecture"]),
+        (equal, 1, 0, _ARCHITECTURES[platform.machine()]),
         (answer, 0, 0, denied),
         (load, 0, 0, 0),
         (at_least, 0, 1, 0x40000000),
         (answer, 0, 0, denied),
-        (equal, 0, 1, _IO_URING_SETUP),
-        (answer, 0, 0, missing),
     ]
-    for refusal in _REFUSALS_OF_ANY + (_REFUSALS_BUT_TCP if is_only_tcp else ()):
-        program += _filter(machine[refusal.call], refusal, denied)
+    for number in missing:
+        program += [(equal, 0, 1, number), (answer, 0, 0, unknown)]
+    for refusal in refusals:
+        if refusal.call in machine:
+            program += _filter(machine[refusal.call], refusal, denied)
     program.append((answer, 0, 0, allow))
     code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *step) for step in program))
     header = struct.pack("@HP", len(program), ctypes.addressof(code))
@@ -401,7 +414,7 @@ def restrict_sockets(is_only_tcp: bool) -> None:
     _check(libc.prctl(_PR_SET_SECCOMP, ctypes.c_ulong(_SECCOMP_MODE_FILTER), header, 0, 0), "seccomp")
 
 
-def _filter(number: int, refusal: _Refusal, denied: int) -> list[tuple[int, int, int, int]]:
+def _filter(number: int, refusal: RefusedCall, denied: int) -> list[tuple[int, int, int, int]]:
     """Build the steps of a refusal; they begin and end with the call's number loaded."""
     load, mask, equal, jump, answer = 0x20, 0x54, 0x15, 0x05, 0x06
     values = refusal.values

@@ -33,7 +33,7 @@ _LOGGER = logging.getLogger(__name__)
 _MOST_BYTES = 16 << 20
 _PACKAGE = Path(__file__).resolve().parents[1]
 # Runs a module of this package alone: the folder that the package is in may have packages for another interpreter.
-_RUN_MODULE = """
+RUN_MODULE = """
 import importlib.util, runpy, sys
 folder, module = sys.argv.pop(1), sys.argv.pop(1)
 name = module.partition(".")[0]
@@ -132,7 +132,7 @@ class ConfinedProcess:
 
         `python` is the interpreter of another environment, which need not have this package.
         """
-        program = ["-m", module] if python is None else ["-c", _RUN_MODULE, str(_PACKAGE), module]
+        program = ["-m", module] if python is None else ["-c", RUN_MODULE, str(_PACKAGE), module]
         command = [str(python or sys.executable), "-P", *program, str(os.getpid()), str(int(namespace))]
         starting = asyncio.ensure_future(
             asyncio.create_subprocess_exec(

@@ -1,0 +1,1 @@
+"""A tiny model that learns to search an index."""

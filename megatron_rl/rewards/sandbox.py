@@ -1,0 +1,218 @@
+"""Python code of a policy, run as a program alone in a folder: a tool for agents, and a reward from tests.
+
+Invariants:
+
+- the code ends with the call: it is one process, which is killed and cannot start another;
+- it changes nothing outside its folder, which is removed, and reaches no network and no other process;
+- a test counts as passed by what the code computes. What is expected never enters its process.
+"""
+
+import ast
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import IO, Any
+
+from megatron_rl.confined import jail
+from megatron_rl.confined.confinement import build_environment, landlock_version, plan_confinement
+from megatron_rl.confined.process import RUN_MODULE
+from megatron_rl.errors import PlatformError
+
+_MOST_FILES, _MOST_BYTES = 256, 64 << 20
+_LOOK_SECONDS = 0.05
+_START_SECONDS = 120
+_NO_FILES: Mapping[str, str] = MappingProxyType({})
+# Libraries that would start threads.
+_ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
+_MARK = "@answer"
+_QUESTION = r"""
+try:
+    print("\n" + {mark!r}, {number}, repr({expression}))
+except Exception:
+    pass
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """The end of code, and its output."""
+
+    returncode: int
+    """The exit code, or the negative number of the signal that ended it."""
+    stdout: str
+    stderr: str
+    timed_out: bool
+    cut: bool
+    """True if its output or its files have reached the bound: 4 MiB a file, 64 MiB and 256 files in all."""
+
+
+def run_python(
+    code: str, *, stdin: str = "", seconds: float = 5.0, memory_mb: int = 512, files: Mapping[str, str] = _NO_FILES
+) -> Result:
+    """Run code by this Python in a new folder with these files: without network, threads and subprocesses.
+
+    Raise a PlatformError if the system cannot confine it.
+    """
+    for name in files:
+        if name in (jail.MAIN, "", ".", "..") or "/" in name:
+            raise ValueError(f"files: {name!r} must be a name without a folder, and not {jail.MAIN}")
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="megatron-rl-code-"))
+        questions, *outputs = streams = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(3)]
+        for name, content in {**files, jail.MAIN: code}.items():
+            (Path(folder) / name).write_bytes(_encode(content))
+        questions.write(_encode(stdin))
+        questions.seek(0)
+        process = _start(folder, seconds, memory_mb << 20, streams)
+        try:
+            timed_out, is_full = _wait(process, folder, seconds)
+        finally:
+            process.kill()
+            process.wait()
+        contents = [_read(output) for output in outputs]
+        cut = is_full or any(len(content) >= jail.LARGEST_FILE for content in contents)
+        stdout, stderr = (content.decode(errors="replace") for content in contents)
+        return Result(process.returncode, stdout, stderr, timed_out, cut)
+
+
+def _encode(text: str) -> bytes:
+    # A policy may write halves of surrogate pairs.
+    return text.encode(errors="replace")
+
+
+def _read(file: IO[bytes]) -> bytes:
+    # The code shares the position, and may have moved it.
+    file.seek(0)
+    return file.read(jail.LARGEST_FILE)
+
+
+def _start(folder: str, seconds: float, memory_bytes: int, streams: Sequence[IO[bytes]]) -> subprocess.Popen[bytes]:
+    """Start the code; return once it is confined."""
+    try:
+        landlock_version()
+    except OSError as error:
+        raise _cannot_confine(str(error)) from None
+    package = str(Path(__file__).resolve().parents[1])
+    readable = [path for path in plan_confinement((), (), Path(folder), ()).read if not path.startswith("/proc/")]
+    reading, writing = os.pipe()
+    with os.fdopen(reading, "rb", buffering=0) as report:
+        with os.fdopen(writing, "wb"):
+            limits = (folder, readable, math.ceil(seconds) + 1, memory_bytes, os.getpid(), writing)
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-S", "-c", RUN_MODULE, package, jail.__name__, json.dumps(limits)],
+                stdin=streams[0], stdout=streams[1], stderr=streams[2], cwd=folder, pass_fds=(writing,),
+                env=build_environment((), Path(folder), ()) | _ONE_THREAD, start_new_session=True,
+            )  # fmt: skip
+        poll = select.poll()
+        poll.register(report, select.POLLIN)
+        try:
+            said = report.read(1000) if poll.poll(1000 * _START_SECONDS) else b"it did not start in time"
+            if said != jail.STARTED:
+                raise _cannot_confine((said or _read(streams[2])[-500:]).decode(errors="replace"))
+        except BaseException:
+            process.kill()
+            process.wait()
+            raise
+    return process
+
+
+def _cannot_confine(why: str) -> PlatformError:
+    return PlatformError(
+        f"code of a policy cannot be confined here: {why}; it needs x86_64 or aarch64 and Linux 5.13 with Landlock: "
+        "add landlock to the kernel's lsm=, or score it on another host with --reward http://HOST"
+    )
+
+
+def _wait(process: subprocess.Popen[bytes], folder: str, seconds: float) -> tuple[bool, bool]:
+    """Wait for the end; return whether the time is over, and whether the folder is full."""
+    end = time.monotonic() + seconds
+    while True:
+        left = end - time.monotonic()
+        try:
+            process.wait(max(min(left, _LOOK_SECONDS), 0))
+            return False, False
+        except subprocess.TimeoutExpired:
+            if left <= 0 or _is_full(folder):
+                return left <= 0, left > 0
+
+
+def _is_full(folder: str) -> bool:
+    num_bytes = 0
+    with os.scandir(folder) as entries:
+        for num_files, entry in enumerate(entries, 1):
+            # A file may be removed meanwhile.
+            with contextlib.suppress(FileNotFoundError):
+                num_bytes += entry.stat(follow_symlinks=False).st_size
+            if num_files > _MOST_FILES or num_bytes > _MOST_BYTES:
+                return True
+    return False
+
+
+def score_tests(code: str, tests: Sequence[Any], *, seconds: float = 5.0, memory_mb: int = 512) -> float:
+    """Return the share of the tests that the code passes.
+
+    A test is a pair of an input and the expected output, or a text `assert EXPRESSION == LITERAL`. Each pair gets a
+    process, which must end with exit code 0; white space at the ends of lines is ignored. All texts share a process.
+    """
+    if not tests:
+        raise ValueError("tests: the list is empty; write at least one test")
+    questions: list[str] = []
+    expected_answers = []
+    num_passed = 0
+    for test in tests:
+        if isinstance(test, str):
+            expression, expected = _parse_assert(test)
+            questions.append(_QUESTION.format(mark=_MARK, number=len(questions), expression=expression))
+            expected_answers.append(expected)
+        elif len(test) == 2 and all(isinstance(text, str) for text in test):
+            result = run_python(code, stdin=test[0], seconds=seconds, memory_mb=memory_mb)
+            num_passed += result.returncode == 0 and _split(result.stdout) == _split(test[1])
+        else:
+            raise _misfit(test)
+    if questions:
+        result = run_python("\n".join([code, *questions]), seconds=seconds, memory_mb=memory_mb)
+        answers = dict(_find_answers(result.stdout))
+        num_passed += sum(_equals(answers.get(str(n), ""), value) for n, value in enumerate(expected_answers))
+    return num_passed / len(tests)
+
+
+def _misfit(test: Any) -> ValueError:
+    return ValueError(f"tests: {test!r} must be [input, expected output], or 'assert EXPRESSION == LITERAL'")
+
+
+def _split(text: str) -> list[str]:
+    return [line.rstrip() for line in text.strip().splitlines()]
+
+
+def _parse_assert(test: str) -> tuple[str, Any]:
+    """Split a test into the expression, which the code's process computes, and the value, which it never sees."""
+    with contextlib.suppress(ValueError, SyntaxError):
+        match ast.parse(test).body:
+            case [ast.Assert(test=ast.Compare(left=left, ops=[ast.Eq()], comparators=[right]))]:
+                return ast.unparse(left), ast.literal_eval(right)
+    raise _misfit(test)
+
+
+def _find_answers(output: str) -> Sequence[tuple[str, str]]:
+    lines = (line.split(" ", 2) for line in output.splitlines())
+    return [(words[1], words[2]) for words in lines if len(words) == 3 and words[0] == _MARK]
+
+
+def _equals(answer: str, expected: Any) -> bool:
+    # A long text could exhaust the parser, and is not the answer.
+    if len(answer) > 200 + 4 * len(repr(expected)):
+        return False
+    try:
+        return bool(ast.literal_eval(answer) == expected)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return False
