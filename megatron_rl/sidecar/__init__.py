@@ -12,10 +12,12 @@ OPTIONAL_PARTS: Mapping[str, str] = {
     "environments": "megatron_rl.sidecar.user_environments",
     # --rollout-agent, --rollout-verifiers
     "agents": "megatron_rl.sidecar.agent_rollouts",
+    # --eval-command
+    "eval_command": "megatron_rl.sidecar.eval_command",
 }
 """The modules that only some runs need. They are imported when a setting asks for them, and by nothing else."""
 
 
-def load_part(name: Literal["hosts", "environments", "agents"]) -> ModuleType:
+def load_part(name: Literal["hosts", "environments", "agents", "eval_command"]) -> ModuleType:
     """Import an optional part, and return its module."""
     return importlib.import_module(OPTIONAL_PARTS[name])
