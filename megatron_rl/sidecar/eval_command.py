@@ -26,6 +26,7 @@ from megatron_rl.gateway.open_rollout import Terms, TurnRequest
 from megatron_rl.gateway.worker import build_variables
 from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.protocol.provenance import derive_evaluation_seed, tag_version
+from megatron_rl.shared.records.append_file import make_private_folder
 from megatron_rl.sidecar.conversations import request_turn
 from megatron_rl.sidecar.engines import GroupRequest
 from megatron_rl.sidecar.evaluation import Figures, Measure
@@ -134,6 +135,8 @@ async def open_command(
         await serving
 
     stack.push_async_callback(end)
+    log = settings.folder / "logs" / _LOG
+    make_private_folder(log.parent)
     longest = settings.rollout.max_model_len or settings.seq_length or 1 << 20
     assert settings.eval_command is not None
-    return EvaluationCommand(settings.eval_command, engines, gateway, longest, settings.folder / "logs" / _LOG).measure
+    return EvaluationCommand(settings.eval_command, engines, gateway, longest, log).measure

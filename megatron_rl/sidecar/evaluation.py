@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
@@ -10,6 +11,8 @@ import msgspec
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.shared.protocol import wire
 from megatron_rl.sidecar.group_maker import Work
+
+_log = logging.getLogger(__name__)
 
 MakeAll = Callable[[wire.Evaluation, Work], Awaitable[str | None]]
 Figures = dict[str, float] | str | msgspec.UnsetType
@@ -101,7 +104,7 @@ class EvaluationRun:
         }
 
     async def _run(self, make_all: MakeAll, measure: Measure) -> None:
-        measuring = asyncio.create_task(measure(self.evaluation))
+        measuring = asyncio.create_task(self._measure(measure))
         try:
             reason = await make_all(self.evaluation, self)
             figures = await measuring if reason is None else msgspec.UNSET
@@ -115,6 +118,13 @@ class EvaluationRun:
             except (OSError, MegatronRLError) as error:
                 reason = f"the audit log cannot be written: {error}"
         self._end(reason)
+
+    async def _measure(self, measure: Measure) -> Figures:
+        try:
+            return await measure(self.evaluation)
+        except Exception as error:
+            _log.exception("version %d", self.version)
+            return f"the sidecar failed: {error!r}; its log has the traceback"
 
     def _finish(self, figures: Figures) -> None:
         evaluation = self.evaluation

@@ -107,6 +107,19 @@ async def test_a_program_without_figures_is_reported_by_one_sentence(tmp_path, c
     assert isinstance(figures, str)
     assert re.search(reason, figures), figures
     assert "\n" not in figures
+    if "exit code" in reason:
+        assert (tmp_path / "logs" / "eval-command.log").read_text().startswith("mrl-")
+
+
+async def test_a_fault_of_the_sidecar_is_a_reason_and_ends_the_evaluation(tmp_path) -> None:
+    async def measure(evaluation: wire.Evaluation) -> Figures:
+        raise OSError("no room")
+
+    async with serving(measure=measure) as service:
+        await service.evaluate(evaluation())
+        answer = decoded(await service.evaluated(0, 60))
+    assert answer.figures == "the sidecar failed: OSError('no room'); its log has the traceback"
+    assert len(answer.groups) == 6
 
 
 async def test_a_program_that_is_late_is_ended_with_what_it_started(tmp_path, monkeypatch) -> None:

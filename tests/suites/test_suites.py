@@ -71,11 +71,12 @@ def test_lm_evals_log_likelihoods_are_those_of_transformers(tmp_path: Path) -> N
     (file,) = results.glob("policy/samples_numbers_*.jsonl")
     samples = {line["doc_id"]: line for line in map(json.loads, file.read_text().splitlines())}
     policy = transformers.AutoModelForCausalLM.from_pretrained(model, dtype="float32").eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     num_right = 0
     for number, row in enumerate(rows):
-        prompt = np.array([int(word) for word in row["question"].split()])
-        answers = [np.array([int(word) for word in choice.split()]) for choice in row["choices"]]
-        truth = [math.fsum(log_probs(policy, prompt, answer, 1.0)) for answer in answers]
+        prompt = np.array(tokenizer.encode(row["question"]))
+        wholes = [np.array(tokenizer.encode(f"{row['question']} {choice}")) for choice in row["choices"]]
+        truth = [math.fsum(log_probs(policy, prompt, whole[len(prompt) :], 1.0)) for whole in wholes]
         found = [float(answer[0][0]) for answer in samples[number]["resps"]]
         np.testing.assert_allclose(found, truth, atol=1e-3)
         num_right += int(np.argmax(truth)) == row["answer"]
