@@ -22,9 +22,10 @@ AXE := axe-core@4.14.1
 TRL_VENV := .venv-trl
 VERIFIERS_VENV := .venv-verifiers
 FRAMEWORKS_VENV := .venv-frameworks
+SUITES_VENV := .venv-suites
 SUFFIX_VENV := .venv-suffix
 
-.PHONY: help env test test-first test-all test-each-change test-each-change-kernels test-each-change-ranks test-each-change-runs test-each-change-benchmarks test-each-change-rest test-each-change-matrix lint types format test-slow test-clones test-anywhere test-anywhere-quick test-matrix test-matrix-quick test-npu test-trl test-verifiers test-frameworks test-suffix test-report test-cuda test-hosts test-launch test-launch-quick python312 cuda demo gpu-demo paying calculator mcp search coding agent recipes demo-core learning algorithms sparse teacher bench gpu-check gpu-bench gpu-first rival flags docs figures clean
+.PHONY: help env test test-first test-all test-each-change test-each-change-kernels test-each-change-ranks test-each-change-runs test-each-change-benchmarks test-each-change-rest test-each-change-matrix lint types format test-slow test-clones test-anywhere test-anywhere-quick test-matrix test-matrix-quick test-npu test-trl test-verifiers test-frameworks test-suites test-suffix test-report test-cuda test-hosts test-launch test-launch-quick python312 cuda demo gpu-demo paying calculator mcp search coding agent recipes demo-core learning algorithms sparse teacher bench gpu-check gpu-bench gpu-first rival flags docs figures clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -113,6 +114,10 @@ test-frameworks: env ## agents of a dozen frameworks through the gateway, in an 
 	@tools/make_environment $(FRAMEWORKS_VENV) requirements/frameworks.lock 3.11 $(PYTHON)
 	@npm install --silent --no-save --prefix $(FRAMEWORKS_VENV) @openai/codex@0.171.0 @anthropic-ai/claude-code@2.1.197
 	FRAMEWORKS_PYTHON=$(FRAMEWORKS_VENV)/bin/python $(VENV)/bin/python -m pytest --target test-frameworks tests/frameworks
+
+test-suites: env ## lm-eval against megatron-rl serve, and schemathesis against the gateway, in an environment of their own
+	@tools/make_environment $(SUITES_VENV) requirements/suites.lock --on $(VENV)
+	$(SUITES_VENV)/bin/python -m pytest --target test-suites tests/suites
 
 test-verifiers: env ## a real environment server of verifiers, in an environment of its own
 	@tools/make_environment $(VERIFIERS_VENV) requirements/verifiers.lock 3.11 $(PYTHON)
@@ -230,5 +235,5 @@ figures: env ## draw the pictures in docs/images anew from figures.json
 	$(VENV)/bin/python -m tools.draw_figures
 
 clean: ## remove the environments and all caches
-	rm -rf $(VENV) $(PYTHON312_VENV) $(MCORE_VENV)* $(DOCS_VENV) $(NPU_VENV) $(TRL_VENV) $(VERIFIERS_VENV) $(SUFFIX_VENV) $(REPORT_VENV) $(LAUNCH_VENV) $(CUDA_VENV) $(RIVAL_VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(PYTHON312_VENV) $(MCORE_VENV)* $(DOCS_VENV) $(NPU_VENV) $(TRL_VENV) $(VERIFIERS_VENV) $(SUITES_VENV) $(SUFFIX_VENV) $(REPORT_VENV) $(LAUNCH_VENV) $(CUDA_VENV) $(RIVAL_VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -34,6 +34,7 @@ _COMMANDS = {
         "megatron_rl.analysis.commands:report",
         "write a page about runs: curves, rollouts, audit; or follow live ones",
     ),
+    "serve": ("megatron_rl.commands.serve:main", "serve the policy of a run to lm-eval, Inspect or a chat client"),
     "trace": ("megatron_rl.analysis.commands:trace", "write what every process of a run did when, for ui.perfetto.dev"),
     "translate": (
         "megatron_rl.migrate.translate:main",

@@ -43,7 +43,7 @@ _OF_SAMPLING: Mapping[str, tuple[str, ...]] = {
     "attention": ("is_shared", "times"),
     "data": ("answer_key", "max_prompt_tokens", "rest_below", "rest_above", "rest_epochs"),
     "loop": ("schedule", "consume_order", "frozen_offload", "tri_model"),
-    "evaluation": ("num_samples", "temperature", "pass_reward"),
+    "evaluation": ("num_samples", "temperature", "pass_reward", "eval_command"),
     "observe": ("log_samples", "log_sample_tokens", "mismatch_warning", "mismatch_error"),
 }
 _OF_DEMONSTRATIONS: Mapping[str, tuple[str, ...]] = {"data": ("completion_key", "messages_key")}
@@ -390,6 +390,9 @@ def _list_readers(settings: Settings) -> Iterator[tuple[bool, str, str, str]]:
     yield is_saved, "without --save", "checkpoint", saving
     needed = "without prompts to evaluate on: add --prompts-held-out or --eval-prompts"
     yield settings.has_held_out, needed, "evaluation", "interval"
+    runs_program = settings.is_evaluated and settings.service.endpoint is None
+    needed = "without --eval-interval and prompts to evaluate on, or beside --rollout-endpoint, whose own flag counts"
+    yield runs_program, needed, "evaluation", "eval_command"
     loading = "finetune no_load_optim no_load_rng ckpt_fully_parallel_load dist_ckpt_strictness"
     yield checkpoint.load is not None, "without --load", "checkpoint", loading
 

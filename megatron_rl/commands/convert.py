@@ -78,7 +78,7 @@ def _convert(settings: Settings) -> str:
         if checkpoint.save_hf is not None:
             # The tokens that end a response besides those of the model's files; the checkpoint's run found them.
             ends = [] if checkpoint.load is None else _read_stops(checkpoint.load, checkpoint.ckpt_step)
-            return weights.save_hf(checkpoint.save_hf, source=hf_model, ends=ends)
+            return weights.save_hf(checkpoint.save_hf, source=hf_model, dtype=settings.publish.dtype, ends=ends)
         return weights.fingerprint()
 
 

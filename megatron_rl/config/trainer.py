@@ -304,6 +304,11 @@ class EvaluationConfig:
         0.0, "The sampling temperature of evaluations; 0 takes the likeliest token.", "--eval-temperature"
     )
     pass_reward: float = own_flag(1.0, "The lowest reward of a response that passes.", "--eval-pass-reward")
+    eval_command: str | None = own_flag(
+        None,
+        "A shell command that the sidecar runs in each evaluation, with the policy at OPENAI_BASE_URL; it writes its "
+        "figures as a JSON object of numbers to the file EVAL_FIGURES.",
+    )
 
 
 @dataclasses.dataclass(frozen=True)

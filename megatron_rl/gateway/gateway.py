@@ -2,6 +2,7 @@
 
 import contextlib
 import secrets
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -46,6 +47,7 @@ class Gateway:
         # One thread: chats are tokenized one at a time, in the order of their calls.
         self._writer = ThreadPoolExecutor(1, "chats")
         self._rollouts: dict[str, OpenRollout] = {}
+        self._calls: dict[str, weakref.WeakSet[OpenRollout]] = {}
         self._knows_callers = CALLERS not in find_unknown()
         # All keys of this gateway begin with it, so that late calls can be told from foreign ones.
         self._mark = f"mrl-{secrets.token_hex(4)}-"
@@ -63,6 +65,17 @@ class Gateway:
             del self._rollouts[key]
             rollout.end()
 
+    @contextlib.contextmanager
+    def open_for_calls(self, terms: Terms, sample: Sample) -> Iterator[str]:
+        """Open a key with which each call is a rollout of its own; those that are not answered end with the context."""
+        with self.open(terms, sample) as (key, _):
+            self._calls[key] = weakref.WeakSet()
+            try:
+                yield key
+            finally:
+                for call in self._calls.pop(key):
+                    call.end()
+
     def has_given(self, key: str) -> bool:
         """Check whether this gateway has given the key, to a rollout that is open or has ended."""
         return key.startswith(self._mark) or key == PROCESS_KEY
@@ -74,6 +87,8 @@ class Gateway:
             return self._find_by_process(_find_socket(server, client))
         if rollout is not None and not rollout.ended.is_set():
             self._check_process(rollout, server, client)
+            if (calls := self._calls.get(key)) is not None:
+                calls.add(rollout := rollout.renew())
             return rollout
         if rollout is not None or self.has_given(key):
             raise CallRefused("the rollout of this key has ended: a key is good for one rollout", 401, "ended")

@@ -164,6 +164,13 @@ class OpenRollout:
         for task in self._answering:
             task.cancel()
 
+    def renew(self) -> "OpenRollout":
+        """Return a new rollout on the same terms; turns of both have different seeds."""
+        arguments = self.terms, self._sample, self._chats, self._reader, self._counters, self._reads_tools, self._writer
+        rollout = OpenRollout(*arguments)
+        rollout._asked = self._asked
+        return rollout
+
     def run_in(self, process: int) -> None:
         """Refuse calls of other processes than this one and its descendants from now on."""
         self.process = process

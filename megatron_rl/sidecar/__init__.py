@@ -14,10 +14,12 @@ OPTIONAL_PARTS: Mapping[str, str] = {
     "agents": "megatron_rl.sidecar.agent_rollouts",
     # --reward judge:FOLDER
     "judge": "megatron_rl.sidecar.judge",
+    # --eval-command
+    "eval_command": "megatron_rl.sidecar.eval_command",
 }
 """The modules that only some runs need. They are imported when a setting asks for them, and by nothing else."""
 
 
-def load_part(name: Literal["hosts", "environments", "agents", "judge"]) -> ModuleType:
+def load_part(name: Literal["hosts", "environments", "agents", "judge", "eval_command"]) -> ModuleType:
     """Import an optional part, and return its module."""
     return importlib.import_module(OPTIONAL_PARTS[name])

@@ -2,14 +2,26 @@
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
+
+import msgspec
 
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.shared.protocol import wire
 from megatron_rl.sidecar.group_maker import Work
 
+_log = logging.getLogger(__name__)
+
 MakeAll = Callable[[wire.Evaluation, Work], Awaitable[str | None]]
+Figures = dict[str, float] | str | msgspec.UnsetType
+Measure = Callable[[wire.Evaluation], Coroutine[Any, Any, Figures]]
+"""Returns the figures of a command, or the reason why there are none."""
+
+
+async def measure_nothing(evaluation: wire.Evaluation) -> Figures:
+    return msgspec.UNSET
 
 
 class EvaluationFailed(MegatronRLError):
@@ -24,6 +36,7 @@ class EvaluationRun:
         evaluation: wire.Evaluation,
         make_all: MakeAll,
         record: Callable[[wire.Evaluation, list[wire.Group]], None],
+        measure: Measure = measure_nothing,
     ) -> None:
         """Start the evaluation; `record` is called before it is answered."""
         self.evaluation = evaluation
@@ -33,7 +46,7 @@ class EvaluationRun:
         self._groups: dict[int, wire.Group] = {}
         self._prompts = iter(evaluation.prompts)
         self._ended = asyncio.Event()
-        self._task = asyncio.create_task(self._run(make_all))
+        self._task = asyncio.create_task(self._run(make_all, measure))
 
     @property
     def version(self) -> int:
@@ -89,22 +102,40 @@ class EvaluationRun:
             "num_finished": len(self._groups),
         }
 
-    async def _run(self, make_all: MakeAll) -> None:
-        reason = await make_all(self.evaluation, self)
+    async def _run(self, make_all: MakeAll, measure: Measure) -> None:
+        measuring = asyncio.create_task(self._measure(measure))
+        try:
+            reason = await make_all(self.evaluation, self)
+            figures = await measuring if reason is None else msgspec.UNSET
+        finally:
+            measuring.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await measuring
         if reason is None:
             try:
-                self._finish()
+                self._finish(figures)
             except (OSError, MegatronRLError) as error:
                 reason = f"the audit log cannot be written: {error}"
         self._end(reason)
 
-    def _finish(self) -> None:
+    async def _measure(self, measure: Measure) -> Figures:
+        try:
+            return await measure(self.evaluation)
+        except Exception as error:
+            _log.exception("version %d", self.version)
+            return f"the sidecar failed: {error!r}; its log has the traceback"
+
+    def _finish(self, figures: Figures) -> None:
         evaluation = self.evaluation
         groups = [self._groups[prompt.index] for prompt in evaluation.prompts]
         self._record(evaluation, groups)
         self._answer = wire.encode(
             wire.Evaluated(
-                run=evaluation.run, version=evaluation.version, fingerprint=evaluation.fingerprint, groups=groups
+                run=evaluation.run,
+                version=evaluation.version,
+                fingerprint=evaluation.fingerprint,
+                groups=groups,
+                figures=figures,
             )
         )
 

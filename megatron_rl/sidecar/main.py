@@ -27,6 +27,7 @@ from megatron_rl.shared.garbage import leaving_out_what_exists
 from megatron_rl.shared.records.append_file import make_private_folder, write_private
 from megatron_rl.sidecar import load_part, parent, starting
 from megatron_rl.sidecar.engines.scripted import ScriptedFactory, read_script
+from megatron_rl.sidecar.evaluation import Measure, measure_nothing
 from megatron_rl.sidecar.group_maker import NoScorer, PoolScorer
 from megatron_rl.sidecar.hosts import find_secrets
 from megatron_rl.sidecar.http import build_application
@@ -122,6 +123,10 @@ async def run(settings: SidecarSettings) -> None:
             stack.push_async_callback(hosts.follow(supervisor).close)
         scorer = NoScorer() if pool is None else PoolScorer(pool, made[starting.TOKENIZER])
         conversations = None if rollouts is None else await rollouts.open(supervisor, trace.recorder, stack)
+        measure: Measure = measure_nothing
+        if settings.eval_command is not None:
+            parsers = None if rollouts is None else rollouts.parsers
+            measure = await load_part("eval_command").open_command(settings, supervisor, stack, parsers)
         service = RolloutService(
             supervisor,
             scorer,
@@ -133,6 +138,7 @@ async def run(settings: SidecarSettings) -> None:
             None if hosts is None else hosts.hosts,
             conversations,
             dict if rollouts is None else rollouts.count,
+            measure,
         )
         stack.push_async_callback(service.close)
         loop.add_signal_handler(signal.SIGUSR1, lambda: print(json.dumps(service.status(), indent=2), file=sys.stderr))

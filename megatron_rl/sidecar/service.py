@@ -20,7 +20,7 @@ from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.protocol.provenance import Assignment
 from megatron_rl.shared.protocol.slots import Place
 from megatron_rl.shared.records.append_file import AppendFailed
-from megatron_rl.sidecar.evaluation import EvaluationRun
+from megatron_rl.sidecar.evaluation import EvaluationRun, Measure, measure_nothing
 from megatron_rl.sidecar.group_maker import Counters, GroupHolder, GroupMaker, Samplers, Scorer
 from megatron_rl.sidecar.in_flight.control import Pacer
 from megatron_rl.sidecar.iteration import Iteration
@@ -92,11 +92,12 @@ class RolloutService:
         hosts: "Hosts | None" = None,
         conversations: GroupHolder | None = None,
         count_calls: Callable[[], Mapping[str, Any]] = dict,
+        measure: Measure = measure_nothing,
     ):
         """Start without a lease. With `run`, no other run is served: the records belong to that run.
 
         Without a pacer, nothing is known about the responses that engines are given at once. With `conversations`, each
-        response is one of them, and `count_calls` returns their counters.
+        response is one of them, and `count_calls` returns their counters. `measure` belongs to each evaluation.
         """
         self.engines = engines
         self.hosts = hosts
@@ -111,6 +112,7 @@ class RolloutService:
         self._pacer = pacer
         self._count_calls = count_calls
         self._conversations = conversations
+        self._measure = measure
         # Those of the last iteration.
         self._environment_times: wire.EnvironmentTimes | None = None
         self._maker = GroupMaker(engines, scorer, self.counters, self._trace.recorder, conversations)
@@ -266,7 +268,7 @@ class RolloutService:
             self._note("evaluation", begun, evaluation.version)
 
         begun = time.monotonic()
-        self.evaluation = EvaluationRun(evaluation, self._maker.make_all, record)
+        self.evaluation = EvaluationRun(evaluation, self._maker.make_all, record, self._measure)
 
     async def evaluated(self, version: int, patience: float) -> bytes | None:
         """Wait for the encoded `wire.Evaluated`; return None if it takes more than `patience` seconds."""

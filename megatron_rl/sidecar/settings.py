@@ -18,6 +18,7 @@ from megatron_rl.config.hardware import CoreShares
 from megatron_rl.config.settings import (
     DraftSettings,
     EnvironmentConfig,
+    EvaluationConfig,
     ModelConfig,
     ObserveConfig,
     RewardConfig,
@@ -45,6 +46,7 @@ _SUBJECTS: dict[str, type] = {
     "run": RunConfig,
     "model": ModelConfig,
     "training": TrainingConfig,
+    "evaluation": EvaluationConfig,
     "observe": ObserveConfig,
     "rollout": RolloutConfig,
     "environment": EnvironmentConfig,
@@ -55,6 +57,7 @@ _SHARED = {
     "run": {"--platform"},
     "model": {"--hf-model", "--weights-bridge"},
     "training": {"--seq-length"},
+    "evaluation": {"--eval-command"},
     "observe": {"--trace"},
 }
 
@@ -88,6 +91,7 @@ class SidecarSettings:
     environment: EnvironmentConfig = EnvironmentConfig()
     weights_bridge: str | None = None
     """The family of the model as FILE.py:NAME; None for one of this package's."""
+    eval_command: str | None = None
 
     def read_architecture(self) -> Architecture | None:
         """Read the architecture in --hf-model; None if there is none."""
@@ -160,6 +164,7 @@ def resolve_for_run(settings: DraftSettings, folder: Path | None, cores: CoreSha
         reward=settings.reward,
         environment=settings.environment,
         trace=settings.observe.trace,
+        eval_command=settings.evaluation.eval_command,
         needs_rewards=settings.algorithm.advantage != "none",
         tries_rewards=True,
     )
@@ -199,6 +204,7 @@ def parse(words: Sequence[str]) -> SidecarSettings:
         reward=RewardConfig(**values["reward"]),
         environment=EnvironmentConfig(**values["environment"]),
         trace=values["observe"].get("trace", "on"),
+        eval_command=values["evaluation"].get("eval_command"),
     )
     settings = pick_devices(settings, num_ranks=0)
     architecture: Architecture | None = None

@@ -60,7 +60,7 @@ class UserRollouts:
 
     async def start(self) -> None:
         """Start the code; raise a UsageError if the run cannot use what it offers."""
-        build = asyncio.to_thread(_build_chats, self.settings)
+        build = asyncio.to_thread(build_chats, self.settings)
         self._offered, self.chats = await asyncio.gather(self._code.start(), build)
 
     async def open(self, engines: Samplers, recorder: Recorder, stack: contextlib.AsyncExitStack) -> GroupHolder:
@@ -154,7 +154,7 @@ def check_offered(offered: Description, settings: SidecarSettings) -> None:
     )
 
 
-def _build_chats(settings: SidecarSettings) -> TemplateChats | NumberChats:
+def build_chats(settings: SidecarSettings) -> TemplateChats | NumberChats:
     if settings.rollout.engine == "scripted" or settings.hf_model is None:
         return NumberChats()
     return TemplateChats.load(str(settings.hf_model))

@@ -15,6 +15,7 @@ from megatron_rl.shared.protocol.slots import Claim
 from megatron_rl.shared.records.append_file import AppendFailed
 from megatron_rl.sidecar.engines import EngineLost, GroupRequest
 from megatron_rl.sidecar.engines.scripted import Script, ScriptedEngine
+from megatron_rl.sidecar.evaluation import Measure, measure_nothing
 from megatron_rl.sidecar.group_maker import Scorer
 from megatron_rl.sidecar.publication import AwaitAnswer, Proof, Published
 from megatron_rl.sidecar.service import RolloutService
@@ -173,10 +174,12 @@ def engine(name: str = "0", **script: Any) -> ScriptedEngine:
 
 @contextlib.asynccontextmanager
 async def serving(
-    *engines: ScriptedEngine, memory: Any = None, scorer: Scorer | None = None
+    *engines: ScriptedEngine, memory: Any = None, scorer: Scorer | None = None, measure: Measure = measure_nothing
 ) -> AsyncIterator[RolloutService]:
     """Start a service that holds version 0, for the length of a test."""
-    service = RolloutService(Engines(*(engines or (engine(),))), scorer or RewardLength(), memory or Memory())
+    service = RolloutService(
+        Engines(*(engines or (engine(),))), scorer or RewardLength(), memory or Memory(), measure=measure
+    )
     await service.take_lease("run")
     await service.publish(weights())
     try:

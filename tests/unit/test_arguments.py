@@ -292,6 +292,7 @@ def test_a_flag_of_a_newer_megatron_core_is_refused_with_its_version(monkeypatch
         ("--finetune", "--load in"),
         ("--eval-interval 5", "--prompts-held-out 1"),
         ("--eval-interval 5", "--eval-prompts held.jsonl"),
+        ("--eval-command ./evaluate", "--eval-interval 5 --prompts-held-out 1"),
     ],
 )
 def test_a_flag_that_nothing_reads_without_another_is_said_once(words: str, needed: str) -> None:
@@ -313,6 +314,12 @@ def test_a_reward_beside_another_sidecar_is_said_to_have_no_effect_unless_its_we
 ) -> None:
     notes = parse(*DENSE, "--rollout-endpoint http://host:1 --reward exact", more).notes
     assert any(note.startswith("--reward exact has no effect beside --rollout-endpoint") for note in notes) == is_said
+
+
+def test_a_program_of_evaluations_belongs_to_the_sidecar_that_another_one_started() -> None:
+    words = "--rollout-endpoint http://host:1 --eval-command ./evaluate --eval-interval 5 --prompts-held-out 1"
+    (note,) = [note for note in parse(*DENSE, words).notes if note.startswith("--eval-command")]
+    assert note.endswith("or beside --rollout-endpoint, whose own flag counts")
 
 
 @pytest.mark.parametrize(("of_update", "num_notes"), [("32", 1), ("16", 0)])

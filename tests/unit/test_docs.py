@@ -141,6 +141,8 @@ COMMANDS: dict[str, dict[str, Here | Parsed | By | Target]] = {
         "megatron-rl convert --load SAVE": By("tests/distributed/test_bad_input.py"),
         "megatron-rl audit SAVE": By("tests/unit/test_audit.py"),
         "megatron-rl report SAVE": By("tests/unit/test_report.py"),
+        "megatron-rl serve SAVE": By("tests/e2e/test_serve.py"),
+        "lm_eval --model local-completions": By("tests/suites/test_suites.py"),
     },
     "examples/arithmetic/README.md": {
         "make demo": By("tests/unit/test_docs.py::test_the_demo_learns"),

@@ -221,6 +221,8 @@ class Evaluated(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     version: int
     fingerprint: str
     groups: list[Group]
+    figures: dict[str, float] | str | msgspec.UnsetType = msgspec.UNSET
+    """The figures of --eval-command, or the reason why there are none."""
 
 
 class Unscored(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

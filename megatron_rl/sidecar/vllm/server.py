@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -164,39 +164,40 @@ def make_process_spec(config: ServerConfig, name: str, folder: Path, log: Path) 
     return ProcessSpec(name, _command(config, address), _environment(config, folder), log, str(address))
 
 
-def _command(config: ServerConfig, address: Path) -> tuple[str, ...]:
+def make_open_spec(
+    config: ServerConfig, folder: Path, log: Path, place: tuple[str, int], key: str, flags: Sequence[str] = ()
+) -> ProcessSpec:
+    """Describe a vLLM server with a tokenizer, apart from engines: clients with the key reach it at a host and port."""
+    _make_private(folder)
+    host, port = place
+    environment = {**_environment(config, folder), "VLLM_API_KEY": key}
+    # A client must not pause it or change its weights.
+    del environment["VLLM_SERVER_DEV_MODE"]
+    command = (*_list_model_flags(config), "--host", host, "--port", str(port), *config.flags, *flags)
+    return ProcessSpec("serve", command, environment, log, f"{host}:{port}")
+
+
+def _list_model_flags(config: ServerConfig) -> list[str]:
+    """List the beginning of a server's command: what computes which model, and how."""
     eager = config.device == "cpu" if config.eager is None else config.eager
     command = [
         config.python, "-m", "megatron_rl.sidecar.vllm.api_server",
         "--model", config.model,
         "--served-model-name", MODEL_NAME,
-        "--uds", str(address),
         "--dtype", config.dtype,
         "--max-model-len", str(config.max_model_len),
         "--max-num-seqs", str(config.max_num_seqs),
         "--tensor-parallel-size", str(config.tensor_parallel_size),
-        # Token ids in and out, without the sampling parameters of the checkpoint's generation_config.json.
-        "--enable-scale-out", "--skip-tokenizer-init", "--generation-config", "vllm",
-        # Log-probs of logits/T, as the trainer computes them; vLLM's default is before temperature.
-        "--logprobs-mode", "processed_logprobs",
-        "--worker-extension-cls", EXTENSION,
-        "--middleware", MIDDLEWARE,
+        # Without the sampling parameters of the checkpoint's generation_config.json.
+        "--generation-config", "vllm",
         "--disable-uvicorn-access-log",
     ]  # fmt: skip
-    # vllm-ascend chooses among schedulers of its own.
-    if config.device != "npu" and not names_flag(config.flags, _SCHEDULER_FLAG):
-        command += [_SCHEDULER_FLAG, SCHEDULER]
     if config.is_text_only:
         command.append(TEXT_FLAG)
-    if config.replays_routing:
-        command.append(EXPERTS_FLAG)
     if config.speculation is not None:
         command += [SPECULATION_FLAG, config.speculation]
     if config.is_batch_invariant and config.device == "cpu":
         command += ["--worker-cls", INVARIANT_WORKER]
-    if config.lora_rank:
-        rank = str(find_slot_rank(config.lora_rank))
-        command += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", rank]
     if eager:
         command.append("--enforce-eager")
     # Where the user has flags of the same kind, the engine is tried with them, and refused if they lack this one.
@@ -207,6 +208,28 @@ def _command(config: ServerConfig, address: Path) -> tuple[str, ...]:
     if config.device == "cpu" and config.tensor_parallel_size == 1:
         # As on other devices, the only worker runs in the core's process, so that steps cross no process boundary.
         command += ["--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor"]
+    return command
+
+
+def _command(config: ServerConfig, address: Path) -> tuple[str, ...]:
+    command = [
+        *_list_model_flags(config),
+        "--uds", str(address),
+        # Token ids in and out.
+        "--enable-scale-out", "--skip-tokenizer-init",
+        # Log-probs of logits/T, as the trainer computes them; vLLM's default is before temperature.
+        "--logprobs-mode", "processed_logprobs",
+        "--worker-extension-cls", EXTENSION,
+        "--middleware", MIDDLEWARE,
+    ]  # fmt: skip
+    # vllm-ascend chooses among schedulers of its own.
+    if config.device != "npu" and not names_flag(config.flags, _SCHEDULER_FLAG):
+        command += [_SCHEDULER_FLAG, SCHEDULER]
+    if config.replays_routing:
+        command.append(EXPERTS_FLAG)
+    if config.lora_rank:
+        rank = str(find_slot_rank(config.lora_rank))
+        command += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", rank]
     if config.part is not None:
         command += vllm_parts.list_flags(config.part)
     if config.memory is not None:

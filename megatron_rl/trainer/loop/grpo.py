@@ -220,6 +220,8 @@ def _build_evaluator(rank: Rank, client: RolloutClient, prompts: PromptSource | 
             )
         )
         reporter.evaluation(identity.version, evaluated.groups)
+        if isinstance(evaluated.figures, str):
+            reporter.say(f"warning: version {identity.version} has no figures of --eval-command: {evaluated.figures}")
         return summarize(evaluated, config.pass_reward)
 
     return Evaluator(config.interval, evaluate)

@@ -316,6 +316,8 @@ def summarize(evaluated: Evaluated, pass_reward: float) -> dict[str, Any]:
         "length_mean": statistics.fmean(map(count_sampled, scored)),
         **({"unscored": num_unscored} if num_unscored else {}),
         **({"sources": sources} if len(sources) > 1 else {}),
+        **({"command": evaluated.figures} if isinstance(evaluated.figures, dict) else {}),
+        **({"command_failed": 1} if isinstance(evaluated.figures, str) else {}),
     }
 
 
