@@ -112,8 +112,7 @@ def _keep_out(root: Path, hidden: list[Path], allowed: list[Path], listed: list[
 
 def confine(limits: Confinement) -> dict[str, str]:
     """Confine the calling process permanently; return the measures that failed, each with the reason."""
-    # Nor do the processes that it starts gain privileges.
-    _prctl(_PR_SET_NO_NEW_PRIVS, 1, "PR_SET_NO_NEW_PRIVS")
+    no_new_privileges()
     missing: dict[str, str] = {}
 
     def attempt(what: str, step: Callable[[], None]) -> None:
@@ -313,6 +312,11 @@ def new_process_namespace() -> None:
         ):
             with open(f"/proc/self/{name}", "w", encoding="ascii") as file:
                 file.write(content)
+
+
+def no_new_privileges() -> None:
+    """Keep this process, and every process that it starts, from gaining privileges."""
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1, "PR_SET_NO_NEW_PRIVS")
 
 
 def drop_capabilities() -> None:

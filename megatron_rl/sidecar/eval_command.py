@@ -25,7 +25,7 @@ from megatron_rl.gateway.gateway import Gateway
 from megatron_rl.gateway.open_rollout import Terms, TurnRequest
 from megatron_rl.gateway.worker import build_variables
 from megatron_rl.shared.protocol import wire
-from megatron_rl.shared.protocol.provenance import derive_evaluation_seed, tag_version
+from megatron_rl.shared.protocol.provenance import derive_first_seed, tag_version
 from megatron_rl.shared.records.append_file import make_private_folder
 from megatron_rl.sidecar.conversations import request_turn
 from megatron_rl.sidecar.engines import GroupRequest
@@ -58,7 +58,7 @@ class EvaluationCommand:
     async def measure(self, evaluation: wire.Evaluation) -> Figures:
         """Run the program until the evaluation's deadline; return its figures, or the reason why there are none."""
         sampling = msgspec.structs.replace(evaluation.sampling, max_tokens=self._longest, max_turns=1 << 30)
-        seed = derive_evaluation_seed(evaluation.run, evaluation.version, -1)
+        seed = derive_first_seed(evaluation, -1)
         name = f"{evaluation.run}-{evaluation.version}-command"
         request, numbers = GroupRequest(name, (), 1, seed, sampling, can_wait=True), itertools.count()
         # A program may continue after a call that failed, and count it as a wrong answer.
