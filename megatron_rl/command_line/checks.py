@@ -428,7 +428,7 @@ def _check_stage(settings: DraftSettings) -> Iterator[str]:
     }
     for source, stage in needed.items():
         if source.startswith("--"):
-            yield f"{source} needs {stage}: write it, or drop {source.partition(' ')[0]}"
+            yield f"{source} needs {stage}: write that, or drop {source.partition(' ')[0]}"
 
 
 def _check_preference(settings: DraftSettings) -> Iterator[str]:

@@ -12,7 +12,7 @@ from megatron_rl.shared.records.audit_check import verify
 from tests.e2e import loop
 from tests.processes import ROOT
 
-pytestmark = pytest.mark.each_change
+pytestmark = pytest.mark.slow
 
 # A scripted engine writes numbers with spaces between them: one number is code that passes, two numbers cannot run.
 TEST = "assert isinstance(f(4, 2, 3), int) == True"

@@ -76,6 +76,7 @@ OUT_OF_BOUND = {
     "at least 1": (0, 1),
     "above 0": (0, math.inf),
     "above 1": (1, math.inf),
+    "finite and above 0": (math.inf, 0.5),
     "finite and at least 0": (math.inf, 0),
     "a finite duration above 0": (math.inf, 0.5),
     "at least 0 and below 1": (1, 0),

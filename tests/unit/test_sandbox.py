@@ -220,9 +220,10 @@ while True: time.sleep(600)
     ],
 )  # fmt: skip
 def test_code_that_stays_is_ended(code: str) -> None:
+    before = {*psutil.Process().children(recursive=True)}
     result = run_python(code, seconds=0.5)
     assert (result.timed_out, result.returncode) == (True, -signal.SIGKILL)
-    assert psutil.Process().children(recursive=True) == []
+    assert {*psutil.Process().children(recursive=True)} <= before
 
 
 @pytest.mark.parametrize(

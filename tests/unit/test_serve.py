@@ -71,7 +71,8 @@ def test_a_run_without_a_checkpoint_and_flags_that_are_set_are_refused_by_name(t
 
 def test_clients_of_the_server_can_neither_pause_it_nor_see_its_key_among_processes(tmp_path: Path) -> None:
     config = ServerConfig(model="MODEL", max_model_len=64, flags=("--kv-cache-dtype", "fp8"), lora_rank=4)
-    folder = tmp_path / "private"
+    # The names of sockets are short.
+    folder = Path("/tmp/private")
     spec = make_open_spec(config, folder, tmp_path / "log", ("127.0.0.1", 8000), "secret", ["--max-model-len", "8"])
     assert spec.environment["VLLM_API_KEY"] == "secret"
     assert "VLLM_SERVER_DEV_MODE" not in spec.environment
