@@ -136,6 +136,7 @@ class Witness:
         self.share = objective.share
         self.config = objective.config
         self.divergences = objective.divergences
+        self.takes_entropies = objective.takes_entropies
         self._loss = objective.loss
         self._model = model
         self._step = policy.optimizer.step
