@@ -40,7 +40,7 @@ from megatron_rl.sidecar.vllm.flags import names_flag
 from megatron_rl.sidecar.vllm.server import MODEL_NAME, configure_server, make_open_spec
 from megatron_rl.trainer.mcore.checkpoint.folders import holds_checkpoint, iteration_folder, latest_iteration
 
-_SET = ("--model", "--api-key", "--uds", "--config")
+_SET = ("--model", "--api-key", "--uds", "--config", "--served-model-name", "--ssl-keyfile", "--ssl-certfile")
 _CONVERT = (
     "import sys; from megatron_rl.sidecar.parent import tie; tie(); from megatron_rl.cli import main; sys.exit(main())"
 )
@@ -89,8 +89,11 @@ def find_source(path: Path) -> Source:
         value = None if config is None else config.sections.get(section, {}).get(name)
         return None if value is None or value.text == "-" else value.text
 
-    save = path if holds_checkpoint(path) else Path(read("checkpoint", "save") or os.devnull)
-    exported = Path(read("checkpoint", "save_hf") or os.devnull)
+    def place(flag: str, text: str | Path | None) -> Path:
+        return Path(os.devnull) if text is None else _find_place(run, settings.rollout.folder, flag, Path(text))
+
+    save = path if holds_checkpoint(path) else place("--save", read("checkpoint", "save"))
+    exported = place("--save-hf", read("checkpoint", "save_hf"))
     newest = latest_iteration(save) or 0
     last = max((int(one.name[5:]) for one in exported.glob("iter_*") if one.name[5:].isdigit()), default=0)
     folder = iteration_folder(exported if last >= newest else save, max(last, newest))
@@ -105,7 +108,7 @@ def find_source(path: Path) -> Source:
     flags = {
         "--load": str(save),
         "--ckpt-step": str(newest),
-        "--hf-model": str(settings.hf_model),
+        "--hf-model": str(place("--hf-model", settings.hf_model)),
         "--weights-bridge": settings.weights_bridge,
         "--publish-dtype": read("publish", "dtype"),
         "--lora-rank": read("lora", "rank"),
@@ -114,6 +117,18 @@ def find_source(path: Path) -> Source:
     words = [word for flag, value in flags.items() if value is not None for word in (flag, value)]
     targets = read("lora", "targets")
     return Source(name, settings, None, words if targets is None else [*words, "--lora-targets", *targets.split()])
+
+
+def _find_place(run: Path, typed: Path | None, flag: str, path: Path) -> Path:
+    """Return a path of a run as it was meant where the run was started; `typed` is its folder as it was written."""
+    if path.is_absolute():
+        return path
+    start, last = run.resolve().parts, typed.parts if typed is not None else ()
+    if typed is None or typed.is_absolute() or start[-len(last) :] != last:
+        raise InputError(
+            f"{run} was started with {flag} {path}, in a folder that is not known: name the folder of the checkpoint"
+        )
+    return Path(*start[: -len(last)], path)
 
 
 def _is_model(path: Path) -> bool:
@@ -186,7 +201,7 @@ async def _run_server(
             is_serving = await _wait(handle, ended, is_up)
         if is_serving:
             print(f"serving {source.name}, with the fingerprint {fingerprint}, as the model {MODEL_NAME}")
-            shown = "$VLLM_API_KEY" if "VLLM_API_KEY" in os.environ else key
+            shown = "$VLLM_API_KEY" if os.environ.get("VLLM_API_KEY") else key
             print(f"export OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={shown}", flush=True)
             await _wait(handle, ended)
         if not ended.is_set():

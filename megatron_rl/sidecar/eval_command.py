@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import math
 import os
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -39,10 +40,27 @@ from megatron_rl.sidecar.vllm.reader import VllmReader
 from megatron_rl.tool_calls import PlainReader
 
 FILE_VARIABLE, VERSION_VARIABLE = "EVAL_FIGURES", "EVAL_VERSION"
-_LOG, _POLL_SECONDS, _END_SECONDS = "eval-command.log", 0.1, 30.0
-_TIED_SHELL = (
-    "import os, sys; from megatron_rl.sidecar.parent import tie; tie(); os.execv('/bin/sh', ['sh', '-c', sys.argv[1]])"
-)
+REFUSED = "refused_calls"
+"""A figure besides the program's own: a program may count a call that was refused as a wrong answer."""
+_LOG, _POLL_SECONDS, _SIGNAL_SECONDS, _END_SECONDS = "eval-command.log", 0.1, 10.0, 30.0
+# Ends all processes of a shell's group with its own end, and with its parent's.
+_SHELL = """
+import contextlib, ctypes, os, signal, subprocess, sys
+parent = os.getppid()
+shell = subprocess.Popen(["/bin/sh", "-c", sys.argv[1]], start_new_session=True)
+
+def end():
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(shell.pid, signal.SIGKILL)
+
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(end() or 1))
+ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)
+if os.getppid() != parent:
+    sys.exit(end() or 1)
+code = shell.wait()
+end()
+sys.exit(code if code >= 0 else 128 - code)
+"""
 _DONE = "ended with exit code 0"
 
 
@@ -74,18 +92,20 @@ class EvaluationCommand:
                 raise
             return response
 
-        terms = Terms(np.empty(0, "<i4"), seed, sampling)
+        terms, num_refused = Terms(np.empty(0, "<i4"), seed, sampling), self._gateway.counters.refused
         with tempfile.TemporaryDirectory() as folder, self._gateway.open_for_calls(terms, sample) as key:
             file = Path(folder, "figures.json")
             variables = {FILE_VARIABLE: str(file), VERSION_VARIABLE: str(evaluation.version)}
             reason = await self._run(build_variables(self._gateway.address, key) | variables, evaluation)
             if failures:
                 return f"{len(failures)} of its calls were not answered, the first because {failures[0]}"
-            return reason or _read_figures(file)
+            figures = reason or _read_figures(file)
+        num_refused = self._gateway.counters.refused - num_refused
+        return figures | {REFUSED: float(num_refused)} if num_refused and isinstance(figures, dict) else figures
 
     async def _run(self, variables: dict[str, str], evaluation: wire.Evaluation) -> str | None:
         """Run the program to its end; return the reason if that is not as it should be."""
-        command, seconds = (sys.executable, "-c", _TIED_SHELL, self._command), evaluation.deadline_seconds
+        command, seconds = (sys.executable, "-c", _SHELL, self._command), evaluation.deadline_seconds
         # The trainer's deadline includes the end of the program's processes.
         seconds = max(seconds / 2, seconds - _END_SECONDS)
         handle = LocalLauncher().start(ProcessSpec("eval-command", command, os.environ | variables, self._log, ""))
@@ -96,6 +116,12 @@ class EvaluationCommand:
         except TimeoutError:
             end = f"took more than {seconds:g} s: shorten it, or raise --rollout-deadline-minutes"
         finally:
+            if handle.poll() is None:
+                os.kill(handle.pid, signal.SIGTERM)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_SIGNAL_SECONDS):
+                        while handle.poll() is None:
+                            await asyncio.sleep(_POLL_SECONDS)
             await asyncio.to_thread(handle.kill)
         return None if end == _DONE else f"it {end}; its output is in {self._log}"
 

@@ -3,10 +3,12 @@
 import contextlib
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 
 from megatron_rl.config.rollout import RewardConfig, RolloutConfig
@@ -14,7 +16,7 @@ from megatron_rl.shared.protocol import wire
 from megatron_rl.sidecar import launcher
 from megatron_rl.sidecar.engines import GroupRequest
 from megatron_rl.sidecar.engines.scripted import ScriptedEngine
-from megatron_rl.sidecar.eval_command import open_command
+from megatron_rl.sidecar.eval_command import _SHELL, open_command
 from megatron_rl.sidecar.evaluation import EvaluationFailed, Figures
 from megatron_rl.sidecar.processes import read_process
 from megatron_rl.sidecar.service import Conflict
@@ -82,7 +84,9 @@ ask("8")
 write(figures)
 """
     figures = await measure(tmp_path, make_command(tmp_path, code), one)
-    assert figures == {"version": 0, "different": 3, "cut": 1, "long": 400, "bad": 400, "warm": 400}
+    expected = {"version": 0, "different": 3, "cut": 1, "long": 400, "bad": 400, "warm": 400}
+    # A program may count a refused call as a wrong answer.
+    assert figures == expected | {"refused_calls": 3}
     calls = [request for request in requests if request.request_id.startswith("run-0-command-")]
     assert [tuple(call.prompt_tokens) for call in calls] == [(5, 6, 7)] * 3 + [(8,)]
     assert len({call.seed for call in calls}) == 4
@@ -165,3 +169,14 @@ async def test_an_evaluation_that_fails_or_is_stopped_ends_its_program(tmp_path)
         assert process is None or process.state in "ZX"
         with pytest.raises(EvaluationFailed, match="was started again"):
             await service.evaluated(0, 10)
+
+
+async def test_all_processes_of_a_program_end_with_it_and_with_the_sidecar(tmp_path) -> None:
+    noted = tmp_path / "pids"
+    stay = f"sleep 600 & echo $! >> {noted}"
+    await measure(tmp_path, f"{stay}; echo '{{\"a\": 1}}' > $EVAL_FIGURES")
+    code = f"import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {_SHELL!r}, {stay + '; wait'!r}]); "
+    code += f"import os, time\nwhile len(open({str(noted)!r}).read().split()) < 2: time.sleep(0.01)\n"
+    subprocess.run([sys.executable, "-c", code + "os._exit(0)"], check=True, timeout=60)
+    for pid in map(int, noted.read_text().split()):
+        await wait_until(lambda pid=pid: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie")

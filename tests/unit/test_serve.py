@@ -1,7 +1,9 @@
 """`megatron-rl serve` up to its server: the weights that it chooses, the server's command, and how it fails."""
 
+import asyncio
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,7 +12,8 @@ from megatron_rl.config.rollout import RewardConfig, RolloutConfig
 from megatron_rl.errors import InputError, UsageError
 from megatron_rl.observe.run_folder import SavedConfig, Value, write_saved_config
 from megatron_rl.sidecar.settings import SidecarSettings, write_message
-from megatron_rl.sidecar.vllm.server import ServerConfig, make_open_spec
+from megatron_rl.sidecar.vllm.key_check import KeyCheck
+from megatron_rl.sidecar.vllm.server import KEY_MIDDLEWARE, ServerConfig, make_open_spec
 from megatron_rl.trainer.mcore.checkpoint.folders import TRACKER
 from tests.hf_models import draw
 
@@ -20,8 +23,9 @@ def make_run(folder: Path, **values: dict[str, str]) -> Path:
     run = folder / "save" / "rollout" / "run"
     run.mkdir(parents=True)
     settings = SidecarSettings(
-        "cpu", Path("BASE"), 64, RolloutConfig(), RewardConfig(), weights_bridge="my bridge.py:A"
-    )
+        "cpu", Path("BASE"), 64, RolloutConfig(folder=Path("save/rollout/run")), RewardConfig(),
+        weights_bridge="my bridge.py:A",
+    )  # fmt: skip
     write_message(run / "sidecar.json", settings)
     sections = {
         section: {name: Value(text, "") for name, text in texts.items()}
@@ -43,9 +47,21 @@ def test_a_checkpoint_of_adapters_is_converted_with_the_runs_base_precision_and_
     assert source.folder is None
     assert source.name == f"version 12 of the run run, from {tmp_path / 'save' / 'iter_0000012'}"
     assert source.words == [
-        "--load", str(tmp_path / "save"), "--ckpt-step", "12", "--hf-model", "BASE", "--weights-bridge",
+        "--load", str(tmp_path / "save"), "--ckpt-step", "12", "--hf-model", str(tmp_path / "BASE"), "--weights-bridge",
         "my bridge.py:A", "--publish-dtype", "bfloat16", "--lora-rank", "4", "--lora-targets", "q_proj", "v_proj",
     ]  # fmt: skip
+
+
+def test_a_relative_path_is_meant_where_the_run_was_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(tmp_path, checkpoint={"save": "-", "save_hf": "hf"})
+    other = tmp_path / "elsewhere"
+    for folder, name in ((tmp_path, "iter_0000010"), (other, "iter_0000020")):
+        (folder / "hf" / name).mkdir(parents=True)
+    monkeypatch.chdir(other)
+    assert serve.find_source(run).folder == tmp_path / "hf" / "iter_0000010"
+    moved = run.rename(tmp_path / "moved")
+    with pytest.raises(InputError, match="was started with --save-hf hf, in a folder that is not known"):
+        serve.find_source(moved)
 
 
 def test_an_exported_folder_is_served_unless_a_checkpoint_is_newer(tmp_path: Path) -> None:
@@ -78,9 +94,30 @@ def test_clients_of_the_server_can_neither_pause_it_nor_see_its_key_among_proces
     assert "VLLM_SERVER_DEV_MODE" not in spec.environment
     words = " ".join(spec.command)
     assert "secret" not in words
-    assert words.endswith("--host 127.0.0.1 --port 8000 --kv-cache-dtype fp8 --max-model-len 8")
-    for flag in ("--uds", "--skip-tokenizer-init", "--worker-extension-cls", "--middleware", "--enable-lora"):
+    assert words.endswith(f"--port 8000 --middleware {KEY_MIDDLEWARE} --kv-cache-dtype fp8 --max-model-len 8")
+    for flag in ("--uds", "--skip-tokenizer-init", "--worker-extension-cls", "--enable-lora"):
         assert flag not in spec.command
+
+
+@pytest.mark.parametrize(("path", "key", "status"), [
+    ("/invocations", b"", 401), ("/tokenize", b"Bearer other", 401), ("/v1/models", b"secret", 401),
+    ("/invocations", b"Bearer secret", 200), ("/health", b"", 200),
+])  # fmt: skip
+def test_every_route_but_health_wants_the_key(
+    path: str, key: bytes, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    sent: list[dict[str, Any]] = []
+
+    async def answer(scope: object, receive: object, send: Any) -> None:
+        await send({"status": 200})
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "path": path, "headers": [(b"authorization", key)]}
+    asyncio.run(KeyCheck(answer)(scope, answer, send))
+    assert sent[0]["status"] == status
 
 
 def set_server(monkeypatch: pytest.MonkeyPatch, folder: Path, script: str, minutes: float = 5.0) -> None:

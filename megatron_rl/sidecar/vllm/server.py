@@ -50,6 +50,7 @@ PLAIN_ROTATION = json.dumps({"custom_ops": ["-rotary_embedding"]})
 # On a CPU with AMX, vLLM would choose a backend for bfloat16 alone, which drops weights that a publish must replace.
 _ATTENTION_FLAGS = ("--attention-backend", "--attention-config", "-ac")
 EXTENSION = "megatron_rl.sidecar.vllm.worker.WorkerExtension"
+KEY_MIDDLEWARE = "megatron_rl.sidecar.vllm.key_check.KeyCheck"
 INVARIANT_WORKER = "megatron_rl.sidecar.vllm.invariant.InvariantWorker"
 # The variables that engines inherit from the sidecar's environment; the rest is set below or by the user.
 _INHERITED = (
@@ -173,7 +174,8 @@ def make_open_spec(
     environment = {**_environment(config, folder), "VLLM_API_KEY": key}
     # A client must not pause it or change its weights.
     del environment["VLLM_SERVER_DEV_MODE"]
-    command = (*_list_model_flags(config), "--host", host, "--port", str(port), *config.flags, *flags)
+    place_flags = ("--host", host, "--port", str(port), "--middleware", KEY_MIDDLEWARE)
+    command = (*_list_model_flags(config), *place_flags, *config.flags, *flags)
     return ProcessSpec("serve", command, environment, log, f"{host}:{port}")
 
 
