@@ -12,11 +12,14 @@ import torch
 from megatron_rl.algorithm.declaration import RoleLogProbs
 from megatron_rl.algorithm.library.dpo import PreferenceConfig
 from megatron_rl.algorithm.objective import PreferenceObjective
-from tests.trl.test_losses import Accelerator
 
 dpo = pytest.importorskip("trl.trainer.dpo_trainer", reason="TRL has an environment of its own: make test-trl")
 cpo = pytest.importorskip("trl.experimental.cpo.cpo_trainer", reason="TRL has an environment of its own: make test-trl")
 
+# One process.
+ACCELERATOR = SimpleNamespace(
+    device="cpu", num_processes=1, gather=lambda value: value, gather_for_metrics=lambda value: value
+)
 LENGTHS = [(3, 5), (7, 1), (4, 4), (2, 9)]
 BETA = 0.3
 
@@ -43,13 +46,11 @@ def compute_trls_dpo(name: str, policy_N: torch.Tensor, reference_N: torch.Tenso
     zeros = torch.zeros_like(pad(policy_N))
     outputs = SimpleNamespace(log_probs=pad(policy_N), entropy=zeros, mean_logits=zeros, is_top1=zeros.bool())
     trainer = SimpleNamespace(
-        model=SimpleNamespace(training=False), accelerator=Accelerator(), aux_loss_enabled=False, ld_alpha=None,
+        model=SimpleNamespace(training=False), accelerator=ACCELERATOR, aux_loss_enabled=False, ld_alpha=None,
         precompute_ref_logps=True, f_divergence_type="reverse_kl", loss_types=[name], loss_weights=[1.0], beta=BETA,
         use_weighting=False, _total_train_tokens=0,
         _metrics=collections.defaultdict(lambda: collections.defaultdict(list)),
     )  # fmt: skip
-    trainer.accelerator.device = "cpu"
-    trainer.accelerator.gather_for_metrics = lambda value: value
     inputs = {
         "input_ids": mask, "attention_mask": mask, "completion_mask": mask,
         "ref_chosen_logps": chosen_P, "ref_rejected_logps": rejected_P,
@@ -61,9 +62,8 @@ def compute_trls_dpo(name: str, policy_N: torch.Tensor, reference_N: torch.Tenso
 def compute_trls_simpo(policy_N: torch.Tensor, smoothing: float) -> torch.Tensor:
     means = pad(policy_N).sum(1) / (pad(torch.ones_like(policy_N)) != 0).sum(1)
     trainer = SimpleNamespace(
-        alpha=0.0, loss_type="simpo", simpo_gamma=0.4, beta=BETA, label_smoothing=smoothing, accelerator=Accelerator()
+        alpha=0.0, loss_type="simpo", simpo_gamma=0.4, beta=BETA, label_smoothing=smoothing, accelerator=ACCELERATOR
     )
-    trainer.accelerator.device = "cpu"
     losses, _, _ = cpo.CPOTrainer.cpo_loss(trainer, *means.chunk(2))
     return losses.mean()
 
