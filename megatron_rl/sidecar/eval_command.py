@@ -28,6 +28,7 @@ from megatron_rl.gateway.worker import build_variables
 from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.protocol.provenance import derive_first_seed, tag_version
 from megatron_rl.shared.records.append_file import make_private_folder
+from megatron_rl.sidecar import shell
 from megatron_rl.sidecar.conversations import request_turn
 from megatron_rl.sidecar.engines import GroupRequest
 from megatron_rl.sidecar.evaluation import Figures, Measure
@@ -43,24 +44,6 @@ FILE_VARIABLE, VERSION_VARIABLE = "EVAL_FIGURES", "EVAL_VERSION"
 REFUSED = "refused_calls"
 """A figure besides the program's own: a program may count a call that was refused as a wrong answer."""
 _LOG, _POLL_SECONDS, _SIGNAL_SECONDS, _END_SECONDS = "eval-command.log", 0.1, 10.0, 30.0
-# Ends all processes of a shell's group with its own end, and with its parent's.
-_SHELL = """
-import contextlib, ctypes, os, signal, subprocess, sys
-parent = os.getppid()
-shell = subprocess.Popen(["/bin/sh", "-c", sys.argv[1]], start_new_session=True)
-
-def end():
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(shell.pid, signal.SIGKILL)
-
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(end() or 1))
-ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)
-if os.getppid() != parent:
-    sys.exit(end() or 1)
-code = shell.wait()
-end()
-sys.exit(code if code >= 0 else 128 - code)
-"""
 _DONE = "ended with exit code 0"
 
 
@@ -105,7 +88,10 @@ class EvaluationCommand:
 
     async def _run(self, variables: dict[str, str], evaluation: wire.Evaluation) -> str | None:
         """Run the program to its end; return the reason if that is not as it should be."""
-        command, seconds = (sys.executable, "-c", _SHELL, self._command), evaluation.deadline_seconds
+        command, seconds = (
+            (sys.executable, "-m", shell.__name__, self._command, str(os.getpid())),
+            evaluation.deadline_seconds,
+        )
         # The trainer's deadline includes the end of the program's processes.
         seconds = max(seconds / 2, seconds - _END_SECONDS)
         handle = LocalLauncher().start(ProcessSpec("eval-command", command, os.environ | variables, self._log, ""))

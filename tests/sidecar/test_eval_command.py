@@ -13,14 +13,15 @@ import pytest
 
 from megatron_rl.config.rollout import RewardConfig, RolloutConfig
 from megatron_rl.shared.protocol import wire
-from megatron_rl.sidecar import launcher
+from megatron_rl.sidecar import launcher, shell
 from megatron_rl.sidecar.engines import GroupRequest
 from megatron_rl.sidecar.engines.scripted import ScriptedEngine
-from megatron_rl.sidecar.eval_command import _SHELL, open_command
+from megatron_rl.sidecar.eval_command import open_command
 from megatron_rl.sidecar.evaluation import EvaluationFailed, Figures
 from megatron_rl.sidecar.processes import read_process
 from megatron_rl.sidecar.service import Conflict
 from megatron_rl.sidecar.settings import SidecarSettings
+from tests.processes import ROOT
 from tests.reward_pools import wait_until
 from tests.sidecar.scripted_service import Engines, engine, evaluation, serving, weights
 from tests.sidecar.test_evaluation import decoded
@@ -175,8 +176,8 @@ async def test_all_processes_of_a_program_end_with_it_and_with_the_sidecar(tmp_p
     noted = tmp_path / "pids"
     stay = f"sleep 600 & echo $! >> {noted}"
     await measure(tmp_path, f"{stay}; echo '{{\"a\": 1}}' > $EVAL_FIGURES")
-    code = f"import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {_SHELL!r}, {stay + '; wait'!r}]); "
+    code = f"import os, subprocess, sys; p = subprocess.Popen([sys.executable, '-m', '{shell.__name__}', {stay + '; wait'!r}, str(os.getpid())]); "
     code += f"import os, time\nwhile len(open({str(noted)!r}).read().split()) < 2: time.sleep(0.01)\n"
-    subprocess.run([sys.executable, "-c", code + "os._exit(0)"], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code + "os._exit(0)"], check=True, timeout=60, cwd=ROOT)
     for pid in map(int, noted.read_text().split()):
         await wait_until(lambda pid=pid: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie")
