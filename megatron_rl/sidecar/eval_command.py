@@ -28,7 +28,7 @@ from megatron_rl.gateway.worker import build_variables
 from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.protocol.provenance import derive_first_seed, tag_version
 from megatron_rl.shared.records.append_file import make_private_folder
-from megatron_rl.sidecar import shell
+from megatron_rl.sidecar import parent
 from megatron_rl.sidecar.conversations import request_turn
 from megatron_rl.sidecar.engines import GroupRequest
 from megatron_rl.sidecar.evaluation import Figures, Measure
@@ -88,10 +88,8 @@ class EvaluationCommand:
 
     async def _run(self, variables: dict[str, str], evaluation: wire.Evaluation) -> str | None:
         """Run the program to its end; return the reason if that is not as it should be."""
-        command, seconds = (
-            (sys.executable, "-m", shell.__name__, self._command, str(os.getpid())),
-            evaluation.deadline_seconds,
-        )
+        command = (sys.executable, "-m", parent.__name__, self._command, str(os.getpid()))
+        seconds = evaluation.deadline_seconds
         # The trainer's deadline includes the end of the program's processes.
         seconds = max(seconds / 2, seconds - _END_SECONDS)
         handle = LocalLauncher().start(ProcessSpec("eval-command", command, os.environ | variables, self._log, ""))

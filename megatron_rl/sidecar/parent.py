@@ -3,8 +3,8 @@
 Only the standard library is imported, so that an engine can import this in its first millisecond. A process learns its
 parent's number from the environment: if the parent is already gone, the kernel names another process.
 
-`python -m megatron_rl.sidecar.parent COMMAND NUMBER` runs a shell, all of whose processes end with it and with the parent
-of this number.
+`python -m megatron_rl.sidecar.parent COMMAND NUMBER` runs a shell, all of whose processes end with it and with the
+parent of this number.
 """
 
 import contextlib

@@ -13,7 +13,7 @@ import pytest
 
 from megatron_rl.config.rollout import RewardConfig, RolloutConfig
 from megatron_rl.shared.protocol import wire
-from megatron_rl.sidecar import launcher, shell
+from megatron_rl.sidecar import launcher, parent
 from megatron_rl.sidecar.engines import GroupRequest
 from megatron_rl.sidecar.engines.scripted import ScriptedEngine
 from megatron_rl.sidecar.eval_command import open_command
@@ -176,8 +176,9 @@ async def test_all_processes_of_a_program_end_with_it_and_with_the_sidecar(tmp_p
     noted = tmp_path / "pids"
     stay = f"sleep 600 & echo $! >> {noted}"
     await measure(tmp_path, f"{stay}; echo '{{\"a\": 1}}' > $EVAL_FIGURES")
-    code = f"import os, subprocess, sys; p = subprocess.Popen([sys.executable, '-m', '{shell.__name__}', {stay + '; wait'!r}, str(os.getpid())]); "
-    code += f"import os, time\nwhile len(open({str(noted)!r}).read().split()) < 2: time.sleep(0.01)\n"
-    subprocess.run([sys.executable, "-c", code + "os._exit(0)"], check=True, timeout=60, cwd=ROOT)
+    words = ["-m", parent.__name__, f"{stay}; wait"]
+    code = f"import os, subprocess, sys, time; subprocess.Popen([sys.executable, *{words}, str(os.getpid())])\n"
+    code += f"while len(open({str(noted)!r}).read().split()) < 2: time.sleep(0.01)\nos._exit(0)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=ROOT)
     for pid in map(int, noted.read_text().split()):
         await wait_until(lambda pid=pid: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie")
