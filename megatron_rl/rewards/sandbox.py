@@ -61,7 +61,7 @@ def run_python(
 ) -> Result:
     """Run code by this Python in a new folder with these files: without network, threads and subprocesses.
 
-    Raise a PlatformError if the system cannot confine it.
+    Raise a PlatformError if the system cannot confine it, and a TimeoutError if it does not start in time.
     """
     for name in files:
         if name in (jail.MAIN, "", ".", "..") or "/" in name:
@@ -116,8 +116,12 @@ def _start(folder: str, seconds: float, memory_bytes: int, streams: Sequence[IO[
         poll = select.poll()
         poll.register(report, select.POLLIN)
         try:
-            said = report.read(1000) if poll.poll(1000 * _START_SECONDS) else b"it did not start in time"
-            if said != jail.STARTED:
+            if not poll.poll(1000 * _START_SECONDS):
+                raise TimeoutError(
+                    f"code of a policy did not start within {_START_SECONDS} seconds, because this host is busy: lower "
+                    "--reward-workers, or score it on another host with --reward http://HOST"
+                )
+            if (said := report.read(1000)) != jail.STARTED:
                 raise _cannot_confine((said or _read(streams[2])[-500:]).decode(errors="replace"))
         except BaseException:
             process.kill()

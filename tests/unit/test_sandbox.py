@@ -372,3 +372,10 @@ def test_a_system_without_landlock_runs_no_code(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(sandbox, "RUN_MODULE", patch_jail("platform.machine = lambda: 'this machine'"))
     with pytest.raises(PlatformError, match=r"cannot be confined here: not written for this machine"):
         run_python("print(1)")
+
+
+def test_a_start_that_is_slow_is_not_called_a_lack_of_confinement(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "RUN_MODULE", "import time; time.sleep(600)")
+    monkeypatch.setattr(sandbox, "_START_SECONDS", 0.1)
+    with pytest.raises(TimeoutError, match=r"did not start within 0.1 seconds, .* busy: lower --reward-workers"):
+        run_python("print(1)")
