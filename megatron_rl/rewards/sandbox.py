@@ -154,9 +154,7 @@ def _is_full(folder: str) -> bool:
     num_bytes = 0
     with os.scandir(folder) as entries:
         for num_files, entry in enumerate(entries, 1):
-            # A file may be removed meanwhile.
-            with contextlib.suppress(FileNotFoundError):
-                num_bytes += entry.stat(follow_symlinks=False).st_size
+            num_bytes += entry.stat(follow_symlinks=False).st_size
             if num_files > _MOST_FILES or num_bytes > _MOST_BYTES:
                 return True
     return False

@@ -66,6 +66,8 @@ WAYS_OUT = {
     "a symbolic link": "os.symlink(SECRET, 'link'); open('link').read()",
     "move a file in": "os.rename(SECRET, 'mine'); os.rename('mine', SECRET)",
     "a folder of its own": "os.mkdir('folder')",
+    "remove a file": "make('gone')",
+    "replace a file": "open('old', 'x').close(); os.replace('old', 'new')",
     "truncate": "os.truncate(SECRET, os.path.getsize(SECRET))",
     "truncate by opening": "os.close(os.open(SECRET, os.O_RDONLY | os.O_TRUNC))",
     "mode": "os.chmod(SECRET, 0o600)",
@@ -98,6 +100,10 @@ WAYS_OUT = {
     "system V memory of a process": "call(LIBC.shmat, PLACES['memory'], 0, 0)",
     "a lease": "fcntl.fcntl(os.open(SECRET, os.O_RDONLY), fcntl.F_SETLEASE, fcntl.F_RDLCK)",
     "system V memory": "call(LIBC.shmctl, call(LIBC.shmget, 0, 4096, 0o1600), 0, 0)",
+    "memory of a file": "os.close(os.memfd_create('a'))",
+    "secret memory": "os.close(call(LIBC.syscall, 447, 0))",
+    "a file without a name": "os.close(os.open('.', os.O_TMPFILE | os.O_RDWR))",
+    "room in a file beyond its size": "call(LIBC.fallocate, os.open('room', os.O_CREAT | os.O_RDWR), 1, 0, 4096)",
     "a queue": "call(LIBC.mq_open, b'/' + QUEUE, 0o100, 0o600, 0); call(LIBC.mq_unlink, b'/' + QUEUE)",
 }  # fmt: skip
 
@@ -146,7 +152,9 @@ def test_no_way_leads_out_of_the_sandbox(places: str, tmp_path: Path) -> None:
     # Each attack works where nothing is confined, so the test can fail; some need a kernel or a system that has them.
     (tmp_path / "open").mkdir()
     worked = run_open(code, places, tmp_path / "open").splitlines()
-    assert set(WAYS_OUT) - set(worked) <= {"attribute", "a system call's fork", "clone", "clone3", "a queue"}
+    of_kernels = {"attribute", "a system call's fork", "clone", "clone3", "a queue", "secret memory"}
+    of_disks = {"a file without a name", "room in a file beyond its size"}
+    assert set(WAYS_OUT) - set(worked) <= of_kernels | of_disks
 
 
 def patch_jail(patch: str) -> str:
@@ -237,7 +245,6 @@ def test_code_that_stays_is_ended(code: str) -> None:
         ("x = []\nwhile True: x.append(bytearray(1 << 20))", False),
         ("open('x', 'w').write('x' * (1 << 30))", False),
         ("import os\nfor n in range(10**9): os.open('main.py', 0)", False),
-        ("import os\nfor n in range(10**9): os.write(os.memfd_create(str(n)), bytes(1 << 20))", False),
         ("f = lambda: f()\nf()", False),
         ("import ctypes; ctypes.string_at(0)", False),
     ],
