@@ -164,7 +164,8 @@ def score_tests(code: str, tests: Sequence[Any], *, seconds: float = 5.0, memory
     """Return the share of the tests that the code passes.
 
     A test is a pair of an input and the expected output, or a text `assert EXPRESSION == LITERAL`. Each pair gets a
-    process, which must end with exit code 0; white space at the ends of lines is ignored. All texts share a process.
+    process, which must end with exit code 0; white space at the ends of lines and empty lines at the end are ignored.
+    All texts share a process.
     """
     if not tests:
         raise ValueError("tests: the list is empty; write at least one test")
@@ -193,7 +194,7 @@ def _misfit(test: Any) -> ValueError:
 
 
 def _split(text: str) -> list[str]:
-    return [line.rstrip() for line in text.strip().splitlines()]
+    return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
 def _parse_assert(test: str) -> tuple[str, Any]:

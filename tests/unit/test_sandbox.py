@@ -321,6 +321,13 @@ def test_tests_give_the_share_that_the_code_passes() -> None:
     assert score_tests("print(input())\nraise SystemExit(1)", [["3", "3"]], seconds=SECONDS) == 0.0
 
 
+def test_only_white_space_at_the_ends_of_lines_and_of_the_output_is_ignored() -> None:
+    expected = "  *\n\n ***"
+    assert score_tests("print('  * \\n\\t\\n *** \\n\\n')", [["", expected]], seconds=SECONDS) == 1.0
+    for output in ("*\n\n ***", "\n  *\n\n ***", "  *\n ***", "  *\n\n***"):
+        assert score_tests(f"print({output!r})", [["", expected]], seconds=SECONDS) == 0.0
+
+
 @pytest.mark.parametrize(
     "code",
     [
