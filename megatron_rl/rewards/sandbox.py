@@ -165,27 +165,30 @@ def score_tests(code: str, tests: Sequence[Any], *, seconds: float = 5.0, memory
 
     A test is a pair of an input and the expected output, or a text `assert EXPRESSION == LITERAL`. Each pair gets a
     process, which must end with exit code 0; white space at the ends of lines and empty lines at the end are ignored.
-    All texts share a process.
+    Then all texts share a process. The tests end at the first timeout, and the rest have failed.
     """
     if not tests:
         raise ValueError("tests: the list is empty; write at least one test")
-    questions: list[str] = []
-    expected_answers = []
-    num_passed = 0
+    asserts, pairs = [], []
     for test in tests:
-        if isinstance(test, str):
-            expression, expected = _parse_assert(test)
-            questions.append(_QUESTION.format(mark=_MARK, number=len(questions), expression=expression))
-            expected_answers.append(expected)
-        elif len(test) == 2 and all(isinstance(text, str) for text in test):
-            result = run_python(code, stdin=test[0], seconds=seconds, memory_mb=memory_mb)
-            num_passed += result.returncode == 0 and _split(result.stdout) == _split(test[1])
-        else:
-            raise _misfit(test)
-    if questions:
+        match test:
+            case str():
+                asserts.append(_parse_assert(test))
+            case [str() as stdin, str() as output]:
+                pairs.append((stdin, output))
+            case _:
+                raise _misfit(test)
+    num_passed = 0
+    for stdin, output in pairs:
+        result = run_python(code, stdin=stdin, seconds=seconds, memory_mb=memory_mb)
+        if result.timed_out:
+            return num_passed / len(tests)
+        num_passed += result.returncode == 0 and _split(result.stdout) == _split(output)
+    if asserts:
+        questions = [_QUESTION.format(mark=_MARK, number=n, expression=text) for n, (text, _) in enumerate(asserts)]
         result = run_python("\n".join([code, *questions]), seconds=seconds, memory_mb=memory_mb)
         answers = dict(_find_answers(result.stdout))
-        num_passed += sum(_equals(answers.get(str(n), ""), value) for n, value in enumerate(expected_answers))
+        num_passed += sum(_equals(answers.get(str(n), ""), value) for n, (_, value) in enumerate(asserts))
     return num_passed / len(tests)
 
 

@@ -321,6 +321,18 @@ def test_tests_give_the_share_that_the_code_passes() -> None:
     assert score_tests("print(input())\nraise SystemExit(1)", [["3", "3"]], seconds=SECONDS) == 0.0
 
 
+def test_tests_end_at_the_first_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = []
+
+    def run(code: str, stdin: str = "", **settings: object) -> Result:
+        inputs.append(stdin)
+        return Result(0, stdin, "", stdin == "loop", False)
+
+    monkeypatch.setattr(sandbox, "run_python", run)
+    assert score_tests("", ["assert f(1) == 1", ["a", "a"], ["loop", "loop"], ["b", "b"]]) == 0.25
+    assert inputs == ["a", "loop"]
+
+
 def test_only_white_space_at_the_ends_of_lines_and_of_the_output_is_ignored() -> None:
     expected = "  *\n\n ***"
     assert score_tests("print('  * \\n\\t\\n *** \\n\\n')", [["", expected]], seconds=SECONDS) == 1.0
