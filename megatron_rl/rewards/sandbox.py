@@ -10,6 +10,7 @@ Invariants:
 import ast
 import contextlib
 import dataclasses
+import inspect
 import json
 import math
 import os
@@ -35,12 +36,14 @@ _NO_FILES: Mapping[str, str] = MappingProxyType({})
 # Libraries that would start threads.
 _ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
 _MARK = "@answer"
-_QUESTION = r"""
+_TELLER = "megatron_rl_teller"
+_QUESTION = f"""
 try:
-    print("\n" + {mark!r}, {number}, repr({expression}))
-except Exception:
+    __import__("{_TELLER}")._tell("{_MARK}", {{number}}, {{expression}})
+except BaseException:
     pass
 """
+_INFINITIES = {"inf": math.inf, "math.inf": math.inf, "float('inf')": math.inf, "float('-inf')": -math.inf}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,8 +188,9 @@ def score_tests(code: str, tests: Sequence[Any], *, seconds: float = 5.0, memory
             return num_passed / len(tests)
         num_passed += result.returncode == 0 and _split(result.stdout) == _split(output)
     if asserts:
-        questions = [_QUESTION.format(mark=_MARK, number=n, expression=text) for n, (text, _) in enumerate(asserts)]
-        result = run_python("\n".join([code, *questions]), seconds=seconds, memory_mb=memory_mb)
+        questions = [_QUESTION.format(number=n, expression=text) for n, (text, _) in enumerate(asserts)]
+        files = {f"{_TELLER}.py": _TELLER_CODE}
+        result = run_python("\n".join([code, *questions]), files=files, seconds=seconds, memory_mb=memory_mb)
         answers = dict(_find_answers(result.stdout))
         num_passed += sum(_equals(answers.get(str(n), ""), value) for n, (_, value) in enumerate(asserts))
     return num_passed / len(tests)
@@ -205,8 +209,43 @@ def _parse_assert(test: str) -> tuple[str, Any]:
     with contextlib.suppress(ValueError, SyntaxError):
         match ast.parse(test).body:
             case [ast.Assert(test=ast.Compare(left=left, ops=[ast.Eq()], comparators=[right]))]:
-                return ast.unparse(left), ast.literal_eval(right)
+                return ast.unparse(left), _evaluate(right)
     raise _misfit(test)
+
+
+def _tell(mark: str, number: int, value: object) -> None:
+    print("\n" + mark, number, repr(_make_plain(value)), flush=True)
+
+
+def _make_plain(value: object) -> object:
+    """Return an equal value that has a literal, where there is one."""
+    if isinstance(value, dict):
+        return {_make_plain(key): _make_plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [*map(_make_plain, value)]
+    if isinstance(value, tuple):
+        return (*map(_make_plain, value),)
+    if isinstance(value, set | frozenset):
+        return {*map(_make_plain, value)}
+    # Numbers of numpy.
+    return value.item() if hasattr(value, "item") else value
+
+
+# A module of its own, because code often has a variable `list` or `print`.
+_TELLER_CODE = inspect.getsource(_tell) + inspect.getsource(_make_plain)
+
+
+def _evaluate(tree: ast.expr | ast.Expression) -> Any:
+    return ast.literal_eval(_Infinity().visit(tree))
+
+
+class _Infinity(ast.NodeTransformer):
+    """Infinity as a constant: it has no literal."""
+
+    def visit_Name(self, node: ast.expr) -> ast.expr:
+        return ast.Constant(_INFINITIES[text]) if (text := ast.unparse(node)) in _INFINITIES else node
+
+    visit_Attribute = visit_Call = visit_Name
 
 
 def _find_answers(output: str) -> Sequence[tuple[str, str]]:
@@ -219,6 +258,6 @@ def _equals(answer: str, expected: Any) -> bool:
     if len(answer) > 200 + 4 * len(repr(expected)):
         return False
     try:
-        return bool(ast.literal_eval(answer) == expected)
+        return bool(_evaluate(ast.parse(answer, mode="eval")) == expected)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return False

@@ -321,6 +321,31 @@ def test_tests_give_the_share_that_the_code_passes() -> None:
     assert score_tests("print(input())\nraise SystemExit(1)", [["3", "3"]], seconds=SECONDS) == 0.0
 
 
+def test_a_test_fails_no_other_test() -> None:
+    code = "import os, sys\ndef f(x): return [str, list, sys.exit, id, os._exit][x](x)\nlist = print = repr = dict"
+    tests = ["assert f(2) == 2", "assert f(0) == '0'", "assert g(0) == 1", "assert f(4) == 4", "assert f(0) == '0'"]
+    assert score_tests(code, tests, seconds=SECONDS) == 0.2
+
+
+EQUAL = {
+    "Counter('aab')": "{'a': 2, 'b': 1}",
+    "[defaultdict(list, {1: OrderedDict(a=frozenset('x'))})]": "[{1: {'a': {'x'}}}]",
+    "namedtuple('Point', 'x y')(1, np.int64(2))": "(1, 2)",
+    "{np.str_('a'): (np.float32(0.5), np.bool_(True))}": "{'a': (0.5, True)}",
+    "[float('inf'), -np.inf, 'inf']": "[float('inf'), float('-inf'), 'inf']",
+    "float('-inf')": "-math.inf",
+    "set()": "set()",
+}
+
+
+def test_a_value_without_a_literal_passes_if_it_equals_one() -> None:
+    code = f"import numpy as np\nfrom collections import *\nf = lambda n: [{', '.join(EQUAL)}][n]"
+    tests = [f"assert f({n}) == {literal}" for n, literal in enumerate(EQUAL.values())]
+    assert score_tests(code, tests, seconds=SECONDS) == 1.0
+    others = ["assert f(0) == {'a': 2}", "assert f(2) == [1, 2]", "assert f(5) == float('inf')", "assert f(5) == 'inf'"]
+    assert score_tests(code, others, seconds=SECONDS) == 0.0
+
+
 def test_tests_end_at_the_first_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = []
 
