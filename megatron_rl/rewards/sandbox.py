@@ -4,10 +4,11 @@ Invariants:
 
 - the code ends with the call: it is one process, which is killed and cannot start another;
 - it changes nothing outside its folder, which is removed, and reaches no network and no other process;
-- a test counts as passed by what the code computes. What is expected never enters its process.
+- a test counts as passed by what an expression gives in the code's process. What is expected never enters it.
 """
 
 import ast
+import builtins
 import contextlib
 import dataclasses
 import inspect
@@ -206,11 +207,27 @@ def _split(text: str) -> list[str]:
 
 def _parse_assert(test: str) -> tuple[str, Any]:
     """Split a test into the expression, which the code's process computes, and the value, which it never sees."""
-    with contextlib.suppress(ValueError, SyntaxError):
+    try:
         match ast.parse(test).body:
             case [ast.Assert(test=ast.Compare(left=left, ops=[ast.Eq()], comparators=[right]))]:
-                return ast.unparse(left), _evaluate(right)
-    raise _misfit(test)
+                expected = _evaluate(right)
+            case _:
+                raise _misfit(test)
+    except (ValueError, SyntaxError):
+        raise _misfit(test) from None
+    if isinstance(expected, bool) and not _calls_code(left):
+        raise ValueError(
+            f"tests: {test!r} can be passed by code that patches what it calls: compare the value itself, as in "
+            f"'assert f(2) == 4', or with {expected} a call of the code's own function, as in 'is_prime(7)'"
+        )
+    return ast.unparse(left), expected
+
+
+def _calls_code(expression: ast.expr) -> bool:
+    match expression:
+        case ast.Call(func=ast.Name(name) | ast.Attribute(value=ast.Call(func=ast.Name(name)))):
+            return name not in dir(builtins)
+    return False
 
 
 def _tell(mark: str, number: int, value: object) -> None:

@@ -412,6 +412,20 @@ def test_a_test_that_cannot_be_kept_outside_is_refused(test: object) -> None:
         score_tests("", [test])
 
 
+@pytest.mark.parametrize(
+    "expression", ["isinstance(f(1), str)", "f(1)[0]", "(f(1) is None)", "math.isclose(f(1), 2)", "type(f(1)).mro()"]
+)
+def test_a_boolean_that_code_can_forge_is_refused(expression: str) -> None:
+    with pytest.raises(ValueError, match=r"compare the value itself, as in 'assert f\(2\) == 4', or with True a call"):
+        score_tests("import builtins; builtins.isinstance = lambda *_: True\nf = id", [f"assert {expression} == True"])
+
+
+def test_a_boolean_of_the_codes_own_function_is_compared() -> None:
+    code = "def is_even(x): return x % 2 == 0\nclass Solution:\n    is_even = staticmethod(is_even)"
+    tests = ["assert is_even(7) == False", "assert Solution().is_even(8) == True", "assert is_even(8) == False"]
+    assert score_tests(code, tests, seconds=SECONDS) == pytest.approx(2 / 3)
+
+
 def test_a_system_without_landlock_runs_no_code(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> int:
         raise OSError(38, "Landlock: Function not implemented")
