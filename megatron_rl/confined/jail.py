@@ -30,7 +30,8 @@ LARGEST_FILE = 4 << 20
 """Bytes of a file that it writes, its output included."""
 STARTED = b"+"
 _NUM_FILES = 64
-_OWN_FILES = Access.READ | Access.WRITE_FILE | Access.TRUNCATE | Access.MAKE_REG | Access.REMOVE_FILE
+# It removes none: a file that is open or mapped would use memory and disk, and no longer be counted.
+_OWN_FILES = Access.READ | Access.WRITE_FILE | Access.TRUNCATE | Access.MAKE_REG
 # Numbers on x86_64 and aarch64; calls with one number are those of x86_64 alone.
 _NEVER = {
     # Processes and threads, and namespaces, in which a process has root's powers.
@@ -45,6 +46,8 @@ _NEVER = {
     "utimensat": (280, 88), "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7),
     "setxattrat": (463, 463), "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16),
     "removexattrat": (466, 466), "file_setattr": (469, 469), "truncate": (76, 45),
+    # Files that are in no folder, and room in a file beyond its size.
+    "memfd_create": (319, 279), "memfd_secret": (447, 447), "fallocate": (285, 47),
     # Memory and queues that processes share by a number or a name, keys, sockets, and what only debuggers need.
     "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195), "semget": (64, 190), "semop": (65, 193),
     "semctl": (66, 191), "semtimedop": (220, 192), "msgget": (68, 186), "msgsnd": (69, 189), "msgrcv": (70, 188),
@@ -59,6 +62,8 @@ _SOMETIMES = {
 }  # fmt: skip
 # Their arguments are in memory, which no filter can read: clone3 and openat2.
 _MISSING = (435, 437)
+# The bit of O_TMPFILE, for a file that is in no folder.
+_UNNAMED = 0o20000000
 _OPENING = os.O_TRUNC | os.O_ACCMODE
 _ARGUMENTS = (
     # PR_SET_PDEATHSIG.
@@ -67,6 +72,8 @@ _ARGUMENTS = (
     # FS_IOC_SETFLAGS and FS_IOC_FSSETXATTR set attributes.
     RefusedCall("fcntl", 1, (8, 10, 15, 1024), True),
     RefusedCall("ioctl", 1, (0x8901, 0x8902, 0x40086602, 0x401C5820), True),
+    RefusedCall("open", 1, (_UNNAMED,), True, _UNNAMED),
+    RefusedCall("openat", 2, (_UNNAMED,), True, _UNNAMED),
     # Before Linux 6.2, Landlock lets a file be emptied that may only be read.
     RefusedCall("open", 1, (os.O_TRUNC, _OPENING), True, _OPENING),
     RefusedCall("openat", 2, (os.O_TRUNC, _OPENING), True, _OPENING),

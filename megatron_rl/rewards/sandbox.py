@@ -4,12 +4,14 @@ Invariants:
 
 - the code ends with the call: it is one process, which is killed and cannot start another;
 - it changes nothing outside its folder, which is removed, and reaches no network and no other process;
-- a test counts as passed by what the code computes. What is expected never enters its process.
+- a test counts as passed by what an expression gives in the code's process. What is expected never enters it.
 """
 
 import ast
+import builtins
 import contextlib
 import dataclasses
+import inspect
 import json
 import math
 import os
@@ -35,12 +37,14 @@ _NO_FILES: Mapping[str, str] = MappingProxyType({})
 # Libraries that would start threads.
 _ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
 _MARK = "@answer"
-_QUESTION = r"""
+_TELLER = "megatron_rl_teller"
+_QUESTION = f"""
 try:
-    print("\n" + {mark!r}, {number}, repr({expression}))
-except Exception:
+    __import__("{_TELLER}")._tell("{_MARK}", {{number}}, {{expression}})
+except BaseException:
     pass
 """
+_INFINITIES = {"inf": math.inf, "math.inf": math.inf, "float('inf')": math.inf, "float('-inf')": -math.inf}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +65,7 @@ def run_python(
 ) -> Result:
     """Run code by this Python in a new folder with these files: without network, threads and subprocesses.
 
-    Raise a PlatformError if the system cannot confine it.
+    Raise a PlatformError if the system cannot confine it, and a TimeoutError if it does not start in time.
     """
     for name in files:
         if name in (jail.MAIN, "", ".", "..") or "/" in name:
@@ -116,8 +120,12 @@ def _start(folder: str, seconds: float, memory_bytes: int, streams: Sequence[IO[
         poll = select.poll()
         poll.register(report, select.POLLIN)
         try:
-            said = report.read(1000) if poll.poll(1000 * _START_SECONDS) else b"it did not start in time"
-            if said != jail.STARTED:
+            if not poll.poll(1000 * _START_SECONDS):
+                raise TimeoutError(
+                    f"code of a policy did not start within {_START_SECONDS} seconds, because this host is busy: lower "
+                    "--reward-workers, or score it on another host with --reward http://HOST"
+                )
+            if (said := report.read(1000)) != jail.STARTED:
                 raise _cannot_confine((said or _read(streams[2])[-500:]).decode(errors="replace"))
         except BaseException:
             process.kill()
@@ -150,9 +158,7 @@ def _is_full(folder: str) -> bool:
     num_bytes = 0
     with os.scandir(folder) as entries:
         for num_files, entry in enumerate(entries, 1):
-            # A file may be removed meanwhile.
-            with contextlib.suppress(FileNotFoundError):
-                num_bytes += entry.stat(follow_symlinks=False).st_size
+            num_bytes += entry.stat(follow_symlinks=False).st_size
             if num_files > _MOST_FILES or num_bytes > _MOST_BYTES:
                 return True
     return False
@@ -162,27 +168,32 @@ def score_tests(code: str, tests: Sequence[Any], *, seconds: float = 5.0, memory
     """Return the share of the tests that the code passes.
 
     A test is a pair of an input and the expected output, or a text `assert EXPRESSION == LITERAL`. Each pair gets a
-    process, which must end with exit code 0; white space at the ends of lines is ignored. All texts share a process.
+    process, which must end with exit code 0; white space at the ends of lines and empty lines at the end are ignored.
+    Then all texts share a process. The tests end at the first timeout, and the rest have failed.
     """
     if not tests:
         raise ValueError("tests: the list is empty; write at least one test")
-    questions: list[str] = []
-    expected_answers = []
-    num_passed = 0
+    asserts, pairs = [], []
     for test in tests:
-        if isinstance(test, str):
-            expression, expected = _parse_assert(test)
-            questions.append(_QUESTION.format(mark=_MARK, number=len(questions), expression=expression))
-            expected_answers.append(expected)
-        elif len(test) == 2 and all(isinstance(text, str) for text in test):
-            result = run_python(code, stdin=test[0], seconds=seconds, memory_mb=memory_mb)
-            num_passed += result.returncode == 0 and _split(result.stdout) == _split(test[1])
-        else:
-            raise _misfit(test)
-    if questions:
-        result = run_python("\n".join([code, *questions]), seconds=seconds, memory_mb=memory_mb)
+        match test:
+            case str():
+                asserts.append(_parse_assert(test))
+            case [str() as stdin, str() as output]:
+                pairs.append((stdin, output))
+            case _:
+                raise _misfit(test)
+    num_passed = 0
+    for stdin, output in pairs:
+        result = run_python(code, stdin=stdin, seconds=seconds, memory_mb=memory_mb)
+        if result.timed_out:
+            return num_passed / len(tests)
+        num_passed += result.returncode == 0 and _split(result.stdout) == _split(output)
+    if asserts:
+        questions = [_QUESTION.format(number=n, expression=text) for n, (text, _) in enumerate(asserts)]
+        files = {f"{_TELLER}.py": _TELLER_CODE}
+        result = run_python("\n".join([code, *questions]), files=files, seconds=seconds, memory_mb=memory_mb)
         answers = dict(_find_answers(result.stdout))
-        num_passed += sum(_equals(answers.get(str(n), ""), value) for n, value in enumerate(expected_answers))
+        num_passed += sum(_equals(answers.get(str(n), ""), value) for n, (_, value) in enumerate(asserts))
     return num_passed / len(tests)
 
 
@@ -191,16 +202,67 @@ def _misfit(test: Any) -> ValueError:
 
 
 def _split(text: str) -> list[str]:
-    return [line.rstrip() for line in text.strip().splitlines()]
+    return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
 def _parse_assert(test: str) -> tuple[str, Any]:
     """Split a test into the expression, which the code's process computes, and the value, which it never sees."""
-    with contextlib.suppress(ValueError, SyntaxError):
+    try:
         match ast.parse(test).body:
             case [ast.Assert(test=ast.Compare(left=left, ops=[ast.Eq()], comparators=[right]))]:
-                return ast.unparse(left), ast.literal_eval(right)
-    raise _misfit(test)
+                expected = _evaluate(right)
+            case _:
+                raise _misfit(test)
+    except (ValueError, SyntaxError):
+        raise _misfit(test) from None
+    if isinstance(expected, bool) and not _calls_code(left):
+        raise ValueError(
+            f"tests: {test!r} can be passed by code that patches what it calls: compare the value itself, as in "
+            f"'assert f(2) == 4', or with {expected} a call of the code's own function, as in 'is_prime(7)'"
+        )
+    return ast.unparse(left), expected
+
+
+def _calls_code(expression: ast.expr) -> bool:
+    match expression:
+        case ast.Call(func=ast.Name(name) | ast.Attribute(value=ast.Call(func=ast.Name(name)))):
+            return name not in dir(builtins)
+    return False
+
+
+def _tell(mark: str, number: int, value: object) -> None:
+    print("\n" + mark, number, repr(_make_plain(value)), flush=True)
+
+
+def _make_plain(value: object) -> object:
+    """Return an equal value that has a literal, where there is one."""
+    if isinstance(value, dict):
+        return {_make_plain(key): _make_plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [*map(_make_plain, value)]
+    if isinstance(value, tuple):
+        return (*map(_make_plain, value),)
+    if isinstance(value, set | frozenset):
+        return {*map(_make_plain, value)}
+    # Numbers of numpy.
+    return value.item() if hasattr(value, "item") else value
+
+
+# A module of its own, because code often has a variable `list` or `print`.
+_TELLER_CODE = inspect.getsource(_tell) + inspect.getsource(_make_plain)
+
+
+def _evaluate(tree: ast.expr | ast.Expression) -> Any:
+    return ast.literal_eval(_Infinity().visit(tree))
+
+
+class _Infinity(ast.NodeTransformer):
+    """Infinity as a constant: it has no literal."""
+
+    def visit_Name(self, node: ast.expr) -> ast.expr:
+        return ast.Constant(_INFINITIES[text]) if (text := ast.unparse(node)) in _INFINITIES else node
+
+    visit_Attribute = visit_Call = visit_Name
 
 
 def _find_answers(output: str) -> Sequence[tuple[str, str]]:
@@ -213,6 +275,6 @@ def _equals(answer: str, expected: Any) -> bool:
     if len(answer) > 200 + 4 * len(repr(expected)):
         return False
     try:
-        return bool(ast.literal_eval(answer) == expected)
+        return bool(_evaluate(ast.parse(answer, mode="eval")) == expected)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return False

@@ -66,6 +66,8 @@ WAYS_OUT = {
     "a symbolic link": "os.symlink(SECRET, 'link'); open('link').read()",
     "move a file in": "os.rename(SECRET, 'mine'); os.rename('mine', SECRET)",
     "a folder of its own": "os.mkdir('folder')",
+    "remove a file": "make('gone')",
+    "replace a file": "open('old', 'x').close(); os.replace('old', 'new')",
     "truncate": "os.truncate(SECRET, os.path.getsize(SECRET))",
     "truncate by opening": "os.close(os.open(SECRET, os.O_RDONLY | os.O_TRUNC))",
     "mode": "os.chmod(SECRET, 0o600)",
@@ -98,6 +100,10 @@ WAYS_OUT = {
     "system V memory of a process": "call(LIBC.shmat, PLACES['memory'], 0, 0)",
     "a lease": "fcntl.fcntl(os.open(SECRET, os.O_RDONLY), fcntl.F_SETLEASE, fcntl.F_RDLCK)",
     "system V memory": "call(LIBC.shmctl, call(LIBC.shmget, 0, 4096, 0o1600), 0, 0)",
+    "memory of a file": "os.close(os.memfd_create('a'))",
+    "secret memory": "os.close(call(LIBC.syscall, 447, 0))",
+    "a file without a name": "os.close(os.open('.', os.O_TMPFILE | os.O_RDWR))",
+    "room in a file beyond its size": "call(LIBC.fallocate, os.open('room', os.O_CREAT | os.O_RDWR), 1, 0, 4096)",
     "a queue": "call(LIBC.mq_open, b'/' + QUEUE, 0o100, 0o600, 0); call(LIBC.mq_unlink, b'/' + QUEUE)",
 }  # fmt: skip
 
@@ -146,7 +152,9 @@ def test_no_way_leads_out_of_the_sandbox(places: str, tmp_path: Path) -> None:
     # Each attack works where nothing is confined, so the test can fail; some need a kernel or a system that has them.
     (tmp_path / "open").mkdir()
     worked = run_open(code, places, tmp_path / "open").splitlines()
-    assert set(WAYS_OUT) - set(worked) <= {"attribute", "a system call's fork", "clone", "clone3", "a queue"}
+    of_kernels = {"attribute", "a system call's fork", "clone", "clone3", "a queue", "secret memory"}
+    of_disks = {"a file without a name", "room in a file beyond its size"}
+    assert set(WAYS_OUT) - set(worked) <= of_kernels | of_disks
 
 
 def patch_jail(patch: str) -> str:
@@ -237,7 +245,6 @@ def test_code_that_stays_is_ended(code: str) -> None:
         ("x = []\nwhile True: x.append(bytearray(1 << 20))", False),
         ("open('x', 'w').write('x' * (1 << 30))", False),
         ("import os\nfor n in range(10**9): os.open('main.py', 0)", False),
-        ("import os\nfor n in range(10**9): os.write(os.memfd_create(str(n)), bytes(1 << 20))", False),
         ("f = lambda: f()\nf()", False),
         ("import ctypes; ctypes.string_at(0)", False),
     ],
@@ -314,6 +321,50 @@ def test_tests_give_the_share_that_the_code_passes() -> None:
     assert score_tests("print(input())\nraise SystemExit(1)", [["3", "3"]], seconds=SECONDS) == 0.0
 
 
+def test_a_test_fails_no_other_test() -> None:
+    code = "import os, sys\ndef f(x): return [str, list, sys.exit, id, os._exit][x](x)\nlist = print = repr = dict"
+    tests = ["assert f(2) == 2", "assert f(0) == '0'", "assert g(0) == 1", "assert f(4) == 4", "assert f(0) == '0'"]
+    assert score_tests(code, tests, seconds=SECONDS) == 0.2
+
+
+EQUAL = {
+    "Counter('aab')": "{'a': 2, 'b': 1}",
+    "[defaultdict(list, {1: OrderedDict(a=frozenset('x'))})]": "[{1: {'a': {'x'}}}]",
+    "namedtuple('Point', 'x y')(1, np.int64(2))": "(1, 2)",
+    "{np.str_('a'): (np.float32(0.5), np.bool_(True))}": "{'a': (0.5, True)}",
+    "[float('inf'), -np.inf, 'inf']": "[float('inf'), float('-inf'), 'inf']",
+    "float('-inf')": "-math.inf",
+    "set()": "set()",
+}
+
+
+def test_a_value_without_a_literal_passes_if_it_equals_one() -> None:
+    code = f"import numpy as np\nfrom collections import *\nf = lambda n: [{', '.join(EQUAL)}][n]"
+    tests = [f"assert f({n}) == {literal}" for n, literal in enumerate(EQUAL.values())]
+    assert score_tests(code, tests, seconds=SECONDS) == 1.0
+    others = ["assert f(0) == {'a': 2}", "assert f(2) == [1, 2]", "assert f(5) == float('inf')", "assert f(5) == 'inf'"]
+    assert score_tests(code, others, seconds=SECONDS) == 0.0
+
+
+def test_tests_end_at_the_first_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = []
+
+    def run(code: str, stdin: str = "", **settings: object) -> Result:
+        inputs.append(stdin)
+        return Result(0, stdin, "", stdin == "loop", False)
+
+    monkeypatch.setattr(sandbox, "run_python", run)
+    assert score_tests("", ["assert f(1) == 1", ["a", "a"], ["loop", "loop"], ["b", "b"]]) == 0.25
+    assert inputs == ["a", "loop"]
+
+
+def test_only_white_space_at_the_ends_of_lines_and_of_the_output_is_ignored() -> None:
+    expected = "  *\n\n ***"
+    assert score_tests("print('  * \\n\\t\\n *** \\n\\n')", [["", expected]], seconds=SECONDS) == 1.0
+    for output in ("*\n\n ***", "\n  *\n\n ***", "  *\n ***", "  *\n\n***"):
+        assert score_tests(f"print({output!r})", [["", expected]], seconds=SECONDS) == 0.0
+
+
 @pytest.mark.parametrize(
     "code",
     [
@@ -361,6 +412,20 @@ def test_a_test_that_cannot_be_kept_outside_is_refused(test: object) -> None:
         score_tests("", [test])
 
 
+@pytest.mark.parametrize(
+    "expression", ["isinstance(f(1), str)", "f(1)[0]", "(f(1) is None)", "math.isclose(f(1), 2)", "type(f(1)).mro()"]
+)
+def test_a_boolean_that_code_can_forge_is_refused(expression: str) -> None:
+    with pytest.raises(ValueError, match=r"compare the value itself, as in 'assert f\(2\) == 4', or with True a call"):
+        score_tests("import builtins; builtins.isinstance = lambda *_: True\nf = id", [f"assert {expression} == True"])
+
+
+def test_a_boolean_of_the_codes_own_function_is_compared() -> None:
+    code = "def is_even(x): return x % 2 == 0\nclass Solution:\n    is_even = staticmethod(is_even)"
+    tests = ["assert is_even(7) == False", "assert Solution().is_even(8) == True", "assert is_even(8) == False"]
+    assert score_tests(code, tests, seconds=SECONDS) == pytest.approx(2 / 3)
+
+
 def test_a_system_without_landlock_runs_no_code(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> int:
         raise OSError(38, "Landlock: Function not implemented")
@@ -371,4 +436,11 @@ def test_a_system_without_landlock_runs_no_code(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.undo()
     monkeypatch.setattr(sandbox, "RUN_MODULE", patch_jail("platform.machine = lambda: 'this machine'"))
     with pytest.raises(PlatformError, match=r"cannot be confined here: not written for this machine"):
+        run_python("print(1)")
+
+
+def test_a_start_that_is_slow_is_not_called_a_lack_of_confinement(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "RUN_MODULE", "import time; time.sleep(600)")
+    monkeypatch.setattr(sandbox, "_START_SECONDS", 0.1)
+    with pytest.raises(TimeoutError, match=r"did not start within 0.1 seconds, .* busy: lower --reward-workers"):
         run_python("print(1)")
