@@ -3,7 +3,8 @@
 Invariants:
 
 - a score follows from the answer's text alone: from the last match of the pattern, in an answer that ended by itself;
-- every other answer gets the default, for one of the causes in CAUSES, which is counted.
+- every other answer gets the default, for one of the causes in CAUSES, which is counted; a question without an answer
+  counts there too, and gets the value of --reward-on-error.
 """
 
 import contextlib
@@ -19,8 +20,8 @@ from typing import Any
 from megatron_rl.config.rollout import RewardConfig
 from megatron_rl.rewards.types import Misfit
 
-CAUSES = CUT, MISSING, MALFORMED = "cut", "missing", "malformed"
-"""The answer has --judge-max-tokens tokens; nothing in it matches; the match is not a finite number."""
+CAUSES = CUT, MISSING, MALFORMED, FAILED = "cut", "missing", "malformed", "failed"
+"""The answer has --judge-max-tokens tokens; nothing in it matches; the match is not a finite number; there is none."""
 RESPONSE = "response"
 
 

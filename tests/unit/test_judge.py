@@ -19,7 +19,7 @@ from megatron_rl.sidecar.judge import Judge
 from tests.chat_models import CHATML, save_tokenizer
 from tests.reward_pools import request
 
-COUNTS = ("judge:cut", "judge:missing", "judge:malformed")
+COUNTS = ("judge:cut", "judge:missing", "judge:malformed", "judge:failed")
 
 
 @pytest.fixture
@@ -89,6 +89,7 @@ def test_each_answer_gives_its_last_score_and_every_other_one_the_default_with_i
         [0, 1, 0, 0, 0, 0, 0],
         [0, 0, 1, 1, 0, 0, 0],
         [0, 0, 0, 0, 1, 1, 0],
+        [0, 0, 0, 0, 0, 0, 0],
     ]
     # Equal questions are asked once, and one at a time.
     assert len(server.asked) == 6
@@ -105,15 +106,18 @@ def test_more_questions_are_open_at_once_only_if_the_run_says_so(folder):
 
 
 def test_a_judge_that_refuses_fails_by_name_or_gets_the_reward_of_failures_and_a_lost_one_ends_the_run(folder):
-    refusing = {"good": EngineRefused("engine judge: answer was answered 400: too long")}
-    group = request(4, ("good", "good"), "p", answer=7)
+    refusing = ANSWERS | {"vague": EngineRefused("engine judge: answer was answered 400: too long")}
+    group = request(4, ("vague", "good", "long", "vague"), "p", answer=7)
     with pytest.raises(RewardError, match="reward judge failed for prompt 4: engine judge: answer was answered 400"):
         score(configure(folder), refusing, group)
     result, _ = score(configure(folder, on_error="-3"), refusing, group)
-    assert (result.rewards, result.components["judge"]) == ([-6.0, -6.0], [-3.0, -3.0])
+    assert (result.rewards, result.components["judge"]) == ([-6.0, 1.0, 0.0, -6.0], [-3.0, 0.5, 0.0, -3.0])
+    assert [result.components[name] for name in ("judge:failed", "judge:cut")] == [[1, 0, 0, 1], [0, 0, 1, 0]]
     assert "answered 400" in result.errors["judge"]
+    incomplete, server = score(configure(folder, on_error="-3"), ANSWERS, request(4, ("good", "long"), "p"))
+    assert (incomplete.components["judge:failed"], server.asked) == ([1, 1], [])
     with pytest.raises(RewardError, match="reward judge failed for prompt 4: its process has ended") as caught:
-        score(configure(folder, on_error="-3"), {"good": EngineLost("its process has ended")}, group)
+        score(configure(folder, on_error="-3"), {**ANSWERS, "vague": EngineLost("its process has ended")}, group)
     assert "correct the function" not in str(caught.value)
 
 
@@ -127,6 +131,17 @@ def test_a_judge_that_is_silent_fails_after_its_seconds(folder):
     server.post = wait
     with pytest.raises(RewardError, match="a question had no answer within 0.01 seconds"):
         asyncio.run(judge.score(request(0, ("good",), "p", answer=7)))
+
+
+def test_a_judge_that_fails_in_its_trial_ends_the_start_unless_failures_have_a_reward(folder):
+    trial, refusing = request(0, ("good", "long"), "p", answer=7), {**ANSWERS, "long": EngineRefused("answered 400")}
+    with pytest.raises(UsageError, match="^--reward judge failed in its trial: answered 400; correct --judge-prompt"):
+        asyncio.run(make(configure(folder), refusing)[0].try_on([trial]))
+    judge, _ = make(configure(folder, on_error="0"), refusing)
+    asyncio.run(judge.try_on([trial]))
+    (warning,) = judge.warnings
+    assert warning.startswith("--reward judge failed in its trial: answered 400; correct")
+    assert "until then --reward-on-error replaces its scores" in warning
 
 
 def test_the_trial_refuses_rows_without_a_column_and_warns_if_no_answer_gives_a_score(folder):
