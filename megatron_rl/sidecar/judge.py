@@ -23,7 +23,7 @@ from typing import NamedTuple
 from megatron_rl.config.settings import RewardConfig
 from megatron_rl.errors import UsageError
 from megatron_rl.rewards.judging import CAUSES, FAILED, name_counts, read_score, write_question
-from megatron_rl.rewards.model_folders import JUDGE, hash_folder
+from megatron_rl.rewards.model_folders import JUDGE, hash_folder, read_special_tokens
 from megatron_rl.rewards.spec import parse_on_error
 from megatron_rl.rewards.types import Misfit, RewardError, RewardRequest, RewardResult, RewardSpec, Values
 from megatron_rl.shared.records.append_file import make_private_folder
@@ -59,6 +59,7 @@ class Judge:
         self._spec, self._config, self._process, self._start_seconds = spec, config, process, start_seconds
         self._template = config.judge_prompt.read_text(encoding="utf-8")
         self._folder = Path(spec.argument)
+        self._special = read_special_tokens(self._folder)
         self._places = asyncio.Semaphore(config.judge_max_num_seqs)
         self._substitute = parse_on_error(config.on_error)
         self._handle: Handle | None = None
@@ -99,7 +100,7 @@ class Judge:
                 self._write_questions(trial)
             found = await self._ask(trials[0]) if trials else []
         except Misfit as error:
-            raise UsageError(f"{flag}: {trial.row}: {error}; change the rows, or the file") from None
+            raise UsageError(f"{flag}: {trial.row}: {error}") from None
         except EngineRefused as error:
             raise UsageError(f"{flag} failed in its trial: {error}; correct {_CHECKED}") from None
         causes = [cause for cause in CAUSES if cause in {answer.cause for answer in found}]
@@ -134,7 +135,7 @@ class Judge:
         return RewardResult(rewards, components, time.monotonic() - begin, {name: reasons[0]} if reasons else {})
 
     def _write_questions(self, request: RewardRequest) -> list[str]:
-        given = self._template, request.prompt
+        given = self._template, self._special, request.prompt
         return [write_question(*given, completion, request.columns) for completion in request.completions]
 
     async def _ask(self, request: RewardRequest) -> list[Verdict]:
