@@ -201,6 +201,23 @@ def test_a_device_needs_a_classifier():
     assert problem == "--reward-model-device cuda:1 needs --reward model:FOLDER: add it, or drop the flag"
 
 
+def test_a_classifier_on_an_accelerator_and_no_other_reward_sees_the_variables_of_devices(
+    tmp_path, classifier, monkeypatch
+):
+    seen = {"CUDA_VISIBLE_DEVICES": "4,5", "ASCEND_RT_VISIBLE_DEVICES": "6", "ASCEND_OPP_PATH": "/cann"}
+    for name, text in {**seen, "SECRET": "1"}.items():
+        monkeypatch.setenv(name, text)
+
+    def list_passed(**settings) -> list[dict[str, str]]:
+        with contextlib.closing(contextlib.ExitStack()) as stack:
+            rewards = build_rewards(describe(tmp_path, "length:4", f"model:{classifier}", **settings), stack)
+            return [{name: kind._program.variables.get(name) for name in [*seen, "SECRET"]} for kind in rewards._kinds]
+
+    nothing = dict.fromkeys([*seen, "SECRET"])
+    assert list_passed(model_device="cuda:1") == [nothing, nothing | seen]
+    assert list_passed() == [nothing, nothing]
+
+
 def test_the_identity_follows_from_the_folders_files_and_the_device(tmp_path, classifier):
     shutil.copytree(classifier, folder := tmp_path / "copy")
 
