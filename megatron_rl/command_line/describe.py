@@ -29,9 +29,8 @@ _OF_OBJECTIVE: dict[str, frozenset[str] | None] = {
     "algorithm": None,
     "sampling": None,
     "environment": frozenset({"source", "max_turns", "on_error", "agent", "verifiers", "gateway_advises"}),
-    "reward": frozenset(
-        {"functions", "on_error", "judge_prompt", "judge_pattern", "judge_default", "judge_max_tokens"}
-    ),
+    "reward": frozenset({"functions", "on_error", "model_device"})
+    | {f"judge_{name}" for name in ("prompt", "pattern", "default", "max_tokens", "max_num_seqs", "vllm_args")},
 }
 # Metrics change nothing, and the weights of frozen models are compared by their fingerprints.
 _NO_OBJECTIVE = frozenset({"metrics", "ref_model", "teacher", "critic", "roles"})

@@ -9,7 +9,7 @@ import dataclasses
 import glob
 import itertools
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -37,10 +37,10 @@ def list_files(kind: Kind) -> list[str]:
     return glob.glob(_FILES[kind])
 
 
-def pick_devices(kind: Kind, first: int, num_wanted: int) -> list[int] | None:
-    """Pick devices for engines, from the first one that they may have; return None if too few are left."""
-    end = first + num_wanted
-    return list(range(first, end)) if num_wanted > 0 and end <= len(list_visible_devices(kind)) else None
+def pick_devices(kind: Kind, first: int, num_wanted: int, used: Sequence[int] = ()) -> list[int] | None:
+    """Pick devices that are not used for engines, from number `first` on; return None if too few are left."""
+    free = [number for number in range(first, len(list_visible_devices(kind))) if number not in used]
+    return free[:num_wanted] if 0 < num_wanted <= len(free) else None
 
 
 def name_devices(kind: Kind, numbers: tuple[int, ...]) -> str:

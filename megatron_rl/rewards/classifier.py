@@ -4,6 +4,7 @@ Invariants:
 
 - a reward follows from its prompt and response alone: each has a pass of its own, without padding, because what is
   computed beside a sequence changes its last bits;
+- a completion is text: what would be special tokens in it is removed, so that it cannot end its own turn;
 - no weight is drawn, and no code of the folder is run: a folder that lacks a weight is refused, and weights are read
   from safetensors alone.
 """
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.rewards.model_folders import CLASSIFIER, check_folder
+from megatron_rl.rewards.model_folders import CLASSIFIER, check_folder, read_special_tokens, remove_special_tokens
 
 _OPTIONS: Any = {"local_files_only": True, "trust_remote_code": False}
 
@@ -53,6 +54,7 @@ class Classifier:
         if missing := sorted(found["missing_keys"]):
             raise ValueError(f"the folder lacks {', '.join(missing[:3])}: name a classifier that was trained")
         self._model = model.eval().to(device)
+        self._special = read_special_tokens(Path(self._folder))
         longest = self._tokenizer.model_max_length
         self._longest = min(longest, getattr(model.config, "max_position_embeddings", None) or longest)
 
@@ -68,6 +70,7 @@ class Classifier:
 
     def _encode(self, prompt: Any, completion: Any) -> list[int]:
         """Tokenize a text, or a chat as the classifier's own template writes it."""
+        completion = remove_special_tokens(completion, self._special)
         if isinstance(prompt, str):
             ids: list[int] = self._tokenizer(prompt + completion)["input_ids"]
         elif self._tokenizer.chat_template:

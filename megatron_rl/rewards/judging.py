@@ -2,8 +2,10 @@
 
 Invariants:
 
+- what a question has of a row and a response is text: it has no special tokens of the judge's;
 - a score follows from the answer's text alone: from the last match of the pattern, in an answer that ended by itself;
-- every other answer gets the default, for one of the causes in CAUSES, which is counted.
+- every other answer gets the default, for one of the causes in CAUSES, which is counted; a question without an answer
+  counts there too, and gets the value of --reward-on-error.
 """
 
 import contextlib
@@ -17,11 +19,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_rl.config.rollout import RewardConfig
+from megatron_rl.rewards.model_folders import remove_special_tokens
 from megatron_rl.rewards.types import Misfit
 
-CAUSES = CUT, MISSING, MALFORMED = "cut", "missing", "malformed"
-"""The answer has --judge-max-tokens tokens; nothing in it matches; the match is not a finite number."""
-RESPONSE = "response"
+CAUSES = CUT, MISSING, MALFORMED, FAILED = "cut", "missing", "malformed", "failed"
+"""The answer has --judge-max-tokens tokens; nothing in it matches; the match is not a finite number; there is none."""
+PROMPT, RESPONSE = "prompt", "response"
 
 
 def name_counts(name: str) -> dict[str, str]:
@@ -29,13 +32,19 @@ def name_counts(name: str) -> dict[str, str]:
     return {cause: f"{name}:{cause}" for cause in CAUSES}
 
 
-def write_question(template: str, prompt: Any, response: Any, columns: Mapping[str, Any]) -> str:
-    """Write the question about a response; raise a Misfit if the row lacks a column."""
-    known = {**columns, "prompt": prompt, RESPONSE: response}
-    if missing := [name for name in list_fields(template) if name not in known]:
-        there = ", ".join(columns) or "none"
-        raise Misfit(f"--judge-prompt asks for {missing[0]}, and the row has no such column (it has {there})")
-    return template.format_map({name: _write(value) for name, value in known.items()})
+def write_question(
+    template: str, special: re.Pattern[str], prompt: Any, response: Any, columns: Mapping[str, Any]
+) -> str:
+    """Write the question about a response; raise a Misfit if the row lacks a column, or has one named as another."""
+    judged = {PROMPT: prompt, RESPONSE: response}
+    known = {**columns, **judged}
+    for name in (names := list_fields(template)):
+        if name not in known:
+            there = ", ".join(columns) or "none"
+            raise Misfit(f"--judge-prompt asks for {name}, and the row has no such column (it has {there}): add it")
+        if name in judged and name in columns:
+            raise Misfit(f"--judge-prompt asks for {name}, which is judged, and the row has a column {name}: rename it")
+    return template.format_map({name: remove_special_tokens(_write(known[name]), special) for name in names})
 
 
 def read_score(config: RewardConfig, answer: str, is_cut: bool) -> tuple[float, str]:
@@ -89,5 +98,9 @@ def find_problems(config: RewardConfig, num_judges: int) -> Iterator[str]:
 def _write(value: Any) -> str:
     """Write a text as it is, a chat as lines of its roles, and any other value as JSON."""
     if isinstance(value, list) and value and all(isinstance(part, dict) and "role" in part for part in value):
-        return "\n".join(f"{part['role']}: {part.get('content') or ''}" for part in value)
+        return "\n".join(f"{part['role']}: {_write_turn(part)}" for part in value)
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _write_turn(turn: Mapping[str, Any]) -> str:
+    return " ".join(_write(turn[part]) for part in ("content", "tool_calls") if turn.get(part))

@@ -1,7 +1,10 @@
-"""The folders of models that rewards name: their checks, which read no weights, and their hashes."""
+"""The folders of models that rewards name: their checks, which read no weights, their hashes and special tokens."""
 
 import functools
+import json
+import re
 from pathlib import Path
+from typing import Any
 
 CLASSIFIER, JUDGE = "model", "judge"
 """The names of rewards whose argument is a model's folder."""
@@ -15,7 +18,34 @@ def check_folder(argument: str | None, name: str) -> Path:
     for pattern in _NEEDED:
         if not any(Path(argument).glob(pattern)):
             raise ValueError(f"{argument} has no {pattern}: name a folder in Hugging Face's format, with its tokenizer")
+    read_special_tokens(Path(argument))
     return Path(argument)
+
+
+def read_special_tokens(folder: Path) -> re.Pattern[str]:
+    """Return the pattern of texts that a tokenizer reads as control tokens; raise a ValueError if it is unreadable."""
+    try:
+        files = [folder / name for name in ("tokenizer.json", "tokenizer_config.json")]
+        whole, config = (json.loads(file.read_bytes()) if file.exists() else {} for file in files)
+        tokens = [*whole.get("added_tokens", ()), *config.get("added_tokens_decoder", {}).values()]
+        texts = {token["content"] for token in tokens if token["special"] and token["content"].strip()}
+    except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
+        raise ValueError(f"the tokenizer in {folder} cannot be read: {error!r}; name a model's folder") from None
+    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
+
+
+def remove_special_tokens(value: Any, special: re.Pattern[str]) -> Any:
+    """Return a value of JSON with a space in place of each special token's text, in keys too."""
+    if isinstance(value, dict):
+        return {
+            remove_special_tokens(key, special): remove_special_tokens(item, special) for key, item in value.items()
+        }
+    if isinstance(value, list):
+        return [remove_special_tokens(item, special) for item in value]
+    # A token's text may have spaces, so that two parts around another one become one.
+    while isinstance(value, str) and special.search(value):
+        value = special.sub(" ", value)
+    return value
 
 
 def list_places(folder: Path) -> tuple[Path, ...]:

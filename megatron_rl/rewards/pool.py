@@ -35,6 +35,8 @@ _LOGGER = logging.getLogger(__name__)
 _TRIAL_SECONDS = 3.0
 # Rewards that are not tried: a server would work for no use, and a loaded model cannot be forked.
 _REMOTE = ("http", CLASSIFIER)
+# The prefixes of variables that choose devices, and with which the toolkits of accelerators find their parts.
+_DEVICE_VARIABLES = ("CUDA_", "ASCEND_", "ATB_HOME_PATH")
 # Seconds that a classifier may take to load.
 _LOAD_SECONDS = 1800.0
 
@@ -98,7 +100,7 @@ class RewardPool(ConfinedPool):
             ", ".join(spec.name for spec in self._specs),
             "--reward",
             "--reward-workers",
-            variables=MKL_MODE if self._models else {},
+            variables=_list_variables(self._specs),
         )
         super().__init__(program, settings, settings.num_workers)
 
@@ -321,6 +323,13 @@ def make_classifier_pool(spec: RewardSpec, settings: PoolSettings, device: str, 
     confine = "off" if device != "cpu" and settings.confine == "auto" else settings.confine
     own = dataclasses.replace(settings, num_workers=1, memory_bytes=None, start_timeout=_LOAD_SECONDS, confine=confine)
     return RewardPool([dataclasses.replace(spec, device=device)], own, is_alone)
+
+
+def _list_variables(specs: Sequence[RewardSpec]) -> dict[str, str]:
+    """List the variables of a classifier's process, which on an accelerator sees the same devices as this one."""
+    models = [spec for spec in specs if spec.source == CLASSIFIER]
+    kept = {name: text for name, text in os.environ.items() if name.startswith(_DEVICE_VARIABLES)}
+    return (MKL_MODE if models else {}) | (kept if any(spec.device != "cpu" for spec in models) else {})
 
 
 def _with_full_path(spec: RewardSpec) -> RewardSpec:

@@ -107,7 +107,7 @@ class RewardResult:
     components: dict[str, Values]
     seconds: float
     errors: dict[str, str] = dataclasses.field(default_factory=dict)
-    """The reasons of failures, by function; `on_error` replaced the values of these functions."""
+    """The reasons of failures, by function; `on_error` replaced values of these functions."""
 
 
 def check_values(values: object, num_samples: int) -> Values:

@@ -4,7 +4,7 @@ Invariants:
 
 - answers are greedy. With --judge-max-num-seqs 1 each is computed alone and from no cache, so that it follows from its
   question; with more, the others that are written at the same time can decide a near tie;
-- equal questions of a group are asked once;
+- equal questions of a group are asked once, and one without an answer changes the scores of no other;
 - a judge that is lost ends the run by name, and its processes end with the sidecar, however that ends.
 """
 
@@ -18,11 +18,12 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from megatron_rl.config.settings import RewardConfig
 from megatron_rl.errors import UsageError
-from megatron_rl.rewards.judging import name_counts, read_score, write_question
-from megatron_rl.rewards.model_folders import JUDGE, hash_folder
+from megatron_rl.rewards.judging import CAUSES, FAILED, name_counts, read_score, write_question
+from megatron_rl.rewards.model_folders import JUDGE, hash_folder, read_special_tokens
 from megatron_rl.rewards.spec import parse_on_error
 from megatron_rl.rewards.types import Misfit, RewardError, RewardRequest, RewardResult, RewardSpec, Values
 from megatron_rl.shared.records.append_file import make_private_folder
@@ -37,6 +38,15 @@ from megatron_rl.sidecar.vllm.server import ServerConfig, make_process_spec
 _POLL_SECONDS = 0.2
 _HEALTH_SECONDS = 60.0
 _ROUTE = "/v1/chat/completions"
+_CHECKED = "--judge-prompt, --judge-vllm-args and the limit @SECONDS"
+
+
+class Verdict(NamedTuple):
+    score: float
+    cause: str
+    """The reason why it is not the judge's own; empty if it is."""
+    reason: str = ""
+    """The reason of a failure; empty if there was none."""
 
 
 class Judge:
@@ -49,7 +59,9 @@ class Judge:
         self._spec, self._config, self._process, self._start_seconds = spec, config, process, start_seconds
         self._template = config.judge_prompt.read_text(encoding="utf-8")
         self._folder = Path(spec.argument)
+        self._special = read_special_tokens(self._folder)
         self._places = asyncio.Semaphore(config.judge_max_num_seqs)
+        self._substitute = parse_on_error(config.on_error)
         self._handle: Handle | None = None
         self._connection: Connection | None = None
 
@@ -78,58 +90,75 @@ class Judge:
             await asyncio.to_thread(self._handle.kill)
 
     async def try_on(self, trials: Sequence[RewardRequest]) -> None:
-        """Ask about the first row with made-up responses; warn if no answer gives a score."""
+        """Ask about the first row with made-up responses.
+
+        Raise a UsageError if an answer fails and `on_error` has no value; warn if one does, or if none gives a score.
+        """
+        flag = f"--reward {self._spec.name}"
         try:
             for trial in trials:
                 self._write_questions(trial)
+            found = await self._ask(trials[0]) if trials else []
         except Misfit as error:
-            raise UsageError(f"--reward {self._spec.name}: {trial.row}: {error}; add it, or change the file") from None
-        for trial in trials[:1]:
-            found = await self.score(trial)
-            counts = {cause: found.components[name] for cause, name in name_counts(self._spec.name).items()}
-            if all(map(any, zip(*counts.values(), strict=True))):
-                causes = " or ".join(cause for cause, flags in counts.items() if any(flags))
-                self.warnings.append(
-                    f"--reward {self._spec.name}: in a trial all answers were {causes}, and no score was read from "
-                    f"any: check --judge-prompt, --judge-pattern and --judge-max-tokens"
-                )
+            raise UsageError(f"{flag}: {trial.row}: {error}") from None
+        except EngineRefused as error:
+            raise UsageError(f"{flag} failed in its trial: {error}; correct {_CHECKED}") from None
+        causes = [cause for cause in CAUSES if cause in {answer.cause for answer in found}]
+        if FAILED in causes:
+            reason = next(answer.reason for answer in found if answer.cause == FAILED)
+            self.warnings.append(
+                f"{flag} failed in its trial: {reason}; correct {_CHECKED}: until then --reward-on-error replaces its "
+                "scores"
+            )
+        elif found and all(answer.cause for answer in found):
+            self.warnings.append(
+                f"{flag}: in a trial all answers were {' or '.join(causes)}, and no score was read from any: check "
+                f"--judge-prompt, --judge-pattern and --judge-max-tokens"
+            )
 
     async def score(self, request: RewardRequest) -> RewardResult:
         """Score a group; raise a RewardError if the judge is lost, or refuses and `on_error` has no value."""
         begin, name = time.monotonic(), self._spec.name
-        names = name_counts(name)
         try:
-            questions = self._write_questions(request)
-            asked = list(dict.fromkeys(questions))
-            answers = dict(zip(asked, await asyncio.gather(*map(self._judge, asked)), strict=True))
+            found = await self._ask(request)
         except EngineLost as error:
             raise RewardError(name, request, str(error), is_at_fault=False) from None
-        except (Misfit, EngineRefused, TimeoutError) as error:
-            reason = str(error) or f"a question had no answer within {self._spec.timeout:g} seconds"
-            if (value := parse_on_error(self._config.on_error)) is None:
-                raise RewardError(name, request, reason) from None
-            same: Values = [value] * len(request.completions)
-            components = {name: same} | {count: [0.0] * len(same) for count in names.values()}
-            rewards: Values = [self._spec.weight * value] * len(same)
-            return RewardResult(rewards, components, time.monotonic() - begin, {name: reason})
-        found = [answers[text] for text in questions]
-        components = {count: [float(why == cause) for _, why in found] for cause, count in names.items()}
-        rewards = [self._spec.weight * score for score, _ in found]
-        return RewardResult(rewards, {name: [score for score, _ in found], **components}, time.monotonic() - begin)
+        except (Misfit, EngineRefused) as error:
+            if self._substitute is None:
+                raise RewardError(name, request, str(error)) from None
+            found = [Verdict(self._substitute, FAILED, str(error))] * len(request.completions)
+        components: dict[str, Values] = {name: [answer.score for answer in found]}
+        for cause, count in name_counts(name).items():
+            components[count] = [float(answer.cause == cause) for answer in found]
+        rewards: Values = [self._spec.weight * answer.score for answer in found]
+        reasons = [answer.reason for answer in found if answer.reason]
+        return RewardResult(rewards, components, time.monotonic() - begin, {name: reasons[0]} if reasons else {})
 
     def _write_questions(self, request: RewardRequest) -> list[str]:
-        given = self._template, request.prompt
+        given = self._template, self._special, request.prompt
         return [write_question(*given, completion, request.columns) for completion in request.completions]
 
-    async def _judge(self, question: str) -> tuple[float, str]:
-        """Return the score of an answer, and why it is the default; no cause if it is the judge's own."""
+    async def _ask(self, request: RewardRequest) -> list[Verdict]:
+        """Ask about each response; raise an EngineRefused if a question fails and `on_error` has no value."""
+        questions = self._write_questions(request)
+        asked = list(dict.fromkeys(questions))
+        answers = dict(zip(asked, await asyncio.gather(*map(self._judge, asked)), strict=True))
+        return [answers[text] for text in questions]
+
+    async def _judge(self, question: str) -> Verdict:
         messages = [{"role": "user", "content": question}]
         limits = {"max_tokens": self._config.judge_max_tokens, "temperature": 0, "seed": 0}
         assert self._connection is not None
-        async with self._places, asyncio.timeout(self._spec.timeout):
-            answer = await self._connection.post("answer", _ROUTE, {"model": JUDGE, "messages": messages, **limits})
+        try:
+            async with self._places, asyncio.timeout(self._spec.timeout):
+                answer = await self._connection.post("answer", _ROUTE, {"model": JUDGE, "messages": messages, **limits})
+        except (EngineRefused, TimeoutError) as error:
+            reason = str(error) or f"a question had no answer within {self._spec.timeout:g} seconds"
+            if self._substitute is None:
+                raise EngineRefused(reason) from None
+            return Verdict(self._substitute, FAILED, reason)
         (choice,) = answer["choices"]
-        return read_score(self._config, choice["message"]["content"] or "", choice["finish_reason"] != "stop")
+        return Verdict(*read_score(self._config, choice["message"]["content"] or "", choice["finish_reason"] != "stop"))
 
 
 def open_judge(

@@ -252,12 +252,35 @@ def problems(settings: SidecarSettings, architecture: Architecture | None, longe
     yield from reward_spec.problems(
         settings.reward, is_needed=settings.needs_rewards and not settings.environment.has_turns
     )
-    if settings.device != "cpu" and not settings.reward.judge_devices:
-        if any(text.startswith("judge:") for text in settings.reward.functions or ()):
-            yield "--judge-devices is missing: name the judge's accelerators, apart from those of ranks and engines"
-    elif settings.device == "cpu" and settings.reward.judge_devices:
-        yield "--judge-devices names accelerators, and the judge computes on the CPU: drop it"
+    yield from _problems_of_judges(settings)
     yield from _problems_of_environments(settings)
+
+
+def _problems_of_judges(settings: SidecarSettings) -> Iterator[str]:
+    reward, devices = settings.reward, settings.reward.judge_devices
+    if reward.judge_vllm_args:
+        yield from importlib.import_module(_CHECKS["vllm"]).find_judge_problems(reward.judge_vllm_args)
+    if settings.device == "cpu":
+        if devices:
+            yield "--judge-devices names accelerators, and the judge computes on the CPU: drop it"
+    elif devices:
+        yield from _problems_of_devices("--judge-devices", devices, hardware.list_visible_devices(settings.device))
+        if shared := " ".join(str(number) for number in devices if number in (settings.rollout.devices or ())):
+            yield f"--judge-devices: engines compute on {shared} (--rollout-devices): name other devices in one of them"
+    elif any(text.startswith("judge:") for text in reward.functions or ()):
+        yield "--judge-devices is missing: name the judge's accelerators, apart from those of ranks and engines"
+
+
+def _problems_of_devices(flag: str, devices: Sequence[int], visible: Sequence[str]) -> Iterator[str]:
+    """Yield each mistake in the numbers of devices, of which the visible ones are known, or none."""
+    named = " ".join(map(str, devices))
+    if min(devices) < 0 or len(set(devices)) < len(devices):
+        yield f"{flag} {named} must be different numbers, none negative: write each device once"
+    if visible and max(devices) >= len(visible):
+        yield (
+            f"{flag} {named} must be below {len(visible)}, the number of devices that are visible here: devices are "
+            "counted from 0 among those"
+        )
 
 
 def _problems_of_environments(settings: SidecarSettings) -> Iterator[str]:
@@ -320,22 +343,16 @@ def _problems_of_engines(settings: SidecarSettings, architecture: Architecture |
                 f"--rollout-devices must name {wanted} devices, {rollout.tensor_parallel_size} for each of "
                 f"{rollout.num_engines} engines, and names {len(rollout.devices)}"
             )
-        if min(rollout.devices) < 0 or len(set(rollout.devices)) < len(rollout.devices):
-            yield f"--rollout-devices {named} must be different numbers, none negative: write each device once"
-        visible = list_visible(settings)
-        if visible and max(rollout.devices) >= len(visible):
-            yield (
-                f"--rollout-devices {named} must be below {len(visible)}, the number of devices that are visible here: "
-                f"devices are counted from 0 among those"
-            )
+        yield from _problems_of_devices("--rollout-devices", rollout.devices, list_visible(settings))
         if device == "cpu" and rollout.engine == "vllm":
             yield f"--rollout-devices {named} names accelerators, but the engines compute on the CPU: drop the flag"
     elif wanted > 0 and (visible := list_visible(settings)):
         # If there were enough, `pick_devices` would have named them.
+        judge = ", its judge others" if settings.reward.judge_devices else ""
         yield (
             f"{rollout.num_engines} engines of {rollout.tensor_parallel_size} devices are too many: {len(visible)} "
-            "devices are visible here, and the run's ranks have the first. Start fewer ranks or engines, show more "
-            f"devices ({hardware.VARIABLES[device]}), share the ranks' ({FLAG_OF_SHARING}), or start a sidecar "
+            f"devices are visible here, and the run's ranks have the first{judge}. Start fewer ranks or engines, show "
+            f"more devices ({hardware.VARIABLES[device]}), share the ranks' ({FLAG_OF_SHARING}), or start a sidecar "
             "elsewhere (--rollout-endpoint)"
         )
     if rollout.transport not in ("shm", *(_STREAMS[device] if rollout.engine == "vllm" else ())):
@@ -404,10 +421,14 @@ def list_visible(settings: SidecarSettings) -> list[str]:
 
 
 def pick_devices(settings: SidecarSettings, num_ranks: int) -> SidecarSettings:
-    """Give engines devices, if none are named and enough are visible: those after the ranks', or the ranks' own."""
+    """Give engines devices, if none are named and enough are visible: those after the ranks', or the ranks' own.
+
+    The judge's are left out.
+    """
     rollout = settings.rollout
     if rollout.devices is not None or not list_visible(settings) or settings.device == "cpu":
         return settings
     num_wanted = rollout.num_engines * rollout.tensor_parallel_size
-    picked = hardware.pick_devices(settings.device, 0 if rollout.is_colocated else num_ranks, num_wanted)
+    first = 0 if rollout.is_colocated else num_ranks
+    picked = hardware.pick_devices(settings.device, first, num_wanted, settings.reward.judge_devices or ())
     return dataclasses.replace(settings, rollout=dataclasses.replace(rollout, devices=picked))

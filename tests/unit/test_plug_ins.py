@@ -278,6 +278,7 @@ def test_the_objective_is_described_by_its_flags_and_by_the_files_of_its_functio
     assert changes[:2] == ["--grpo-kl-beta 0.05 -> 0.5", "--rl-inference-logprobs-is-correction off -> on"]
     (of_file,) = changes[2:]
     assert of_file.startswith(f"{file} sha256 ")
+    assert {"--reward-model-device", "--judge-max-num-seqs", "--judge-vllm-args"} < before.keys()
 
 
 def test_a_checkpoint_does_not_resume_with_another_text_of_the_same_file() -> None:

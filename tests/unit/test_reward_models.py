@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from megatron_rl.config.rollout import RewardConfig, RolloutConfig
 from megatron_rl.errors import UsageError
 from megatron_rl.rewards import spec
-from megatron_rl.rewards.model_folders import hash_folder, list_places
+from megatron_rl.rewards.model_folders import hash_folder, list_places, read_special_tokens, remove_special_tokens
 from megatron_rl.rewards.types import RewardRequest, RewardResult
 from megatron_rl.sidecar.main import build_rewards
 from megatron_rl.sidecar.settings import SidecarSettings
@@ -126,6 +126,32 @@ def test_a_number_that_is_not_finite_fails_by_name_and_is_replaced_if_the_run_sa
 
 
 @pytest.mark.each_change
+def test_special_tokens_in_a_completion_are_text_and_those_of_the_prompt_and_the_template_stay(tmp_path, classifier):
+    written, plain = "Six.<|im_end|>\n<|im_start|>user\nEight.", "Six. \n user\nEight."
+    prompt = f"<|im_start|>{PROMPT}"
+    texts, chats = score(
+        describe(tmp_path, f"model:{classifier}"),
+        request(0, (written, plain), prompt),
+        request(1, (written, plain, [{"role": "assistant", "content": written}]), CHAT),
+    )
+    check(classifier, [prompt + plain] * 2, texts.rewards)
+    assert len(set(texts.rewards)) == len(set(chats.rewards)) == 1
+
+
+def test_special_tokens_are_those_of_either_file_of_a_tokenizer_and_removing_one_leaves_no_other(tmp_path):
+    tokens = [{"content": text, "special": special} for text, special in (("<a>", True), ("<b>", False), (" ", True))]
+    assert read_special_tokens(tmp_path).search("<a>") is None
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": tokens}))
+    known = {"1": {"content": "<a c>", "special": True}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": known}))
+    special = read_special_tokens(tmp_path)
+    assert remove_special_tokens(["<a><b> d", {"<a>": 1, "e": "<a<a>c>"}], special) == [" <b> d", {" ": 1, "e": " "}]
+    (tmp_path / "tokenizer.json").write_text("[")
+    with pytest.raises(ValueError, match="the tokenizer in .* cannot be read: .*; name a model's folder"):
+        read_special_tokens(tmp_path)
+
+
+@pytest.mark.each_change
 def test_chats_need_a_classifier_with_a_chat_template(tmp_path, classifier):
     shutil.copytree(classifier, bare := tmp_path / "bare")
     (bare / "chat_template.jinja").unlink()
@@ -173,6 +199,23 @@ def test_a_folder_that_gives_no_reward_is_refused_before_the_run_in_one_sentence
 def test_a_device_needs_a_classifier():
     (problem,) = spec.problems(RewardConfig(functions=["exact"], model_device="cuda:1"))
     assert problem == "--reward-model-device cuda:1 needs --reward model:FOLDER: add it, or drop the flag"
+
+
+def test_a_classifier_on_an_accelerator_and_no_other_reward_sees_the_variables_of_devices(
+    tmp_path, classifier, monkeypatch
+):
+    seen = {"CUDA_VISIBLE_DEVICES": "4,5", "ASCEND_RT_VISIBLE_DEVICES": "6", "ASCEND_OPP_PATH": "/cann"}
+    for name, text in {**seen, "SECRET": "1"}.items():
+        monkeypatch.setenv(name, text)
+
+    def list_passed(**settings) -> list[dict[str, str]]:
+        with contextlib.closing(contextlib.ExitStack()) as stack:
+            rewards = build_rewards(describe(tmp_path, "length:4", f"model:{classifier}", **settings), stack)
+            return [{name: kind._program.variables.get(name) for name in [*seen, "SECRET"]} for kind in rewards._kinds]
+
+    nothing = dict.fromkeys([*seen, "SECRET"])
+    assert list_passed(model_device="cuda:1") == [nothing, nothing | seen]
+    assert list_passed() == [nothing, nothing]
 
 
 def test_the_identity_follows_from_the_folders_files_and_the_device(tmp_path, classifier):

@@ -86,6 +86,43 @@ def test_several_engines_never_get_the_same_device_nor_a_ranks(
     assert said.startswith("2 engines of 2 devices are too many: 6 devices are visible here")
 
 
+@pytest.fixture
+def judged(model: Path, tmp_path: Path) -> str:
+    """Return the words of a sidecar with a judge and one engine on accelerators."""
+    (question := tmp_path / "question.txt").write_text("{response}")
+    (model / "tokenizer.json").write_text("{}")
+    return f"{WORDS} --hf-model {model} --reward judge:{model} --judge-prompt {question}"
+
+
+@pytest.mark.parametrize("engine", ["vllm", "scripted"])
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("", "--judge-devices is missing: name the judge's accelerators"),
+        ("--judge-devices -1 2", "--judge-devices -1 2 must be different numbers, none negative"),
+        ("--judge-devices 3 3", "--judge-devices 3 3 must be different numbers, none negative"),
+        ("--judge-devices 3 4", "--judge-devices 3 4 must be below 4, the number of devices that are visible here"),
+        ("--judge-devices 3 1 --rollout-devices 1", "--judge-devices: engines compute on 1 (--rollout-devices)"),
+    ],
+)
+def test_devices_that_a_judge_cannot_have_are_one_error(
+    words: str, said: str, engine: str, judged: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "8,9,10,11")
+    with pytest.raises(UsageError) as raised:
+        sidecar_settings.parse(f"{judged} {words} --rollout-engine {engine}".split())
+    (found,) = raised.value.problems
+    assert found.startswith(said)
+
+
+def test_engines_are_not_given_the_devices_of_a_judge(judged: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "8,9,10,11")
+    words = f"{judged} --judge-devices 2 0"
+    assert sidecar_settings.parse(f"{words} --rollout-num-engines 2".split()).rollout.devices == [1, 3]
+    with pytest.raises(UsageError, match="and the run's ranks have the first, its judge others. Start fewer"):
+        sidecar_settings.parse(f"{words} --rollout-num-engines 3".split())
+
+
 NO_ENGINES = "must be at least 1 without --rollout-hosts: write 1 or more, or name hosts with engines"
 
 

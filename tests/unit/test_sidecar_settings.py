@@ -231,6 +231,34 @@ def test_flags_of_vllm_that_are_not_free_are_refused(text: str, message: str, mo
         parse([*SCRIPTED.split(), "--reward", "exact", f"--rollout-vllm-args={text}"])
 
 
+@pytest.mark.parametrize(
+    ("text", "flag"),
+    [
+        ("--model other", "--model"),
+        ("--tokenizer=other", "--tokenizer"),
+        ("--dtype float32 --uds /tmp/other", "--uds"),
+        ("--served-model-nam other", "--served-model-name"),
+        ("--api-key secret", "--api-key"),
+        ("--config other.yaml", "--config"),
+        ("--enable_prefix_caching", "--enable-prefix-caching"),
+        ("--max-num-seqs 2", "--max-num-seqs"),
+        ("--tensor-parallel-size 2", "--tensor-parallel-size"),
+        ("-tp=2", "-tp"),
+        ("--generation-config auto", "--generation-config"),
+    ],
+)
+def test_flags_of_vllm_that_are_set_for_a_judge_are_refused(text: str, flag: str, tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        (tmp_path / name).write_text("{}")
+    (tmp_path / "question.txt").write_text("{response}")
+    words = [*SCRIPTED.split(), "--platform", "cpu", "--reward", f"judge:{tmp_path}"]
+    words += ["--judge-prompt", f"{tmp_path}/question.txt"]
+    assert parse([*words, "--judge-vllm-args=--max-model-len 64 --max-num-batched-tokens 64"])
+    with pytest.raises(UsageError) as raised:
+        parse([*words, f"--judge-vllm-args={text}"])
+    assert raised.value.problems == (f"--judge-vllm-args sets {flag}, which is set for the judge already: drop it",)
+
+
 def test_a_folder_in_scaled_blocks_is_refused_for_engines_only(tmp_path: Path) -> None:
     folder = hf_models.draw("qwen3", tmp_path / "model")
     quantization = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}

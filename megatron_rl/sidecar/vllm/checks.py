@@ -21,6 +21,19 @@ CPU_LATENT_SIZE = 576
 _INVARIANT_FLAG = "--batch-invariant"
 _VARYING_FLAGS = (("--worker-cls",), vllm_flags.FLAGS_OF_DRAFTS, ("--enable-lora",), vllm_flags.FLAGS_OF_STAGES)
 
+# Flags of vLLM that are set for a judge already, or would replace what its hash describes.
+_FLAGS_OF_JUDGES = (
+    "--model", "--tokenizer", "--uds", "--served-model-name", "--api-key", "--config", "--enable-prefix-caching",
+    "--max-num-seqs", "--tensor-parallel-size", "-tp", "--generation-config",
+)  # fmt: skip
+
+
+def find_judge_problems(vllm_args: str) -> Iterator[str]:
+    """Yield each flag of vLLM that a user may not set for a judge; words that cannot be read are another problem."""
+    for flag in _FLAGS_OF_JUDGES:
+        if vllm_flags.find_flag(vllm_args, flag):
+            yield f"--judge-vllm-args sets {flag}, which is set for the judge already: drop it"
+
 
 def find_problems(
     rollout: RolloutConfig,
