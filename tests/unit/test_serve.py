@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -87,9 +88,10 @@ def test_a_run_without_a_checkpoint_and_flags_that_are_set_are_refused_by_name(t
 
 def test_clients_of_the_server_can_neither_pause_it_nor_see_its_key_among_processes(tmp_path: Path) -> None:
     config = ServerConfig(model="MODEL", max_model_len=64, flags=("--kv-cache-dtype", "fp8"), lora_rank=4)
-    # The names of sockets are short.
-    folder = Path("/tmp/private")
-    spec = make_open_spec(config, folder, tmp_path / "log", ("127.0.0.1", 8000), "secret", ["--max-model-len", "8"])
+    place, flags = ("127.0.0.1", 8000), ["--max-model-len", "8"]
+    # The path of the sockets must be short.
+    with tempfile.TemporaryDirectory() as folder:
+        spec = make_open_spec(config, Path(folder), tmp_path / "log", place, "secret", flags)
     assert spec.environment["VLLM_API_KEY"] == "secret"
     assert "VLLM_SERVER_DEV_MODE" not in spec.environment
     words = " ".join(spec.command)
