@@ -157,7 +157,10 @@ def _of_norm(name: str) -> _Compute:
 
 
 def _after_norm(name: str, compute: _Compute) -> _Compute:
-    return lambda definition, layer, given: compute(definition, layer, _of_norm(name)(definition, layer, given))
+    def compute_after(definition: Definition, layer: Any, given: Outputs) -> Outputs:
+        return compute(definition, layer, {"in": definition.norm(getattr(layer, name), given["in"])})
+
+    return compute_after
 
 
 def _of_head_norm(name: str) -> _Compute:

@@ -311,6 +311,7 @@ def _in_log_probs(change: Callable[[RoleLogProbs], RoleLogProbs]) -> Callable[[P
     def plant(parts: Parts) -> None:
         true = parts.objective
         parts.objective = types.SimpleNamespace(
+            takes_entropies=true.takes_entropies,
             config=true.config,
             share=true.share,
             divergences=true.divergences,

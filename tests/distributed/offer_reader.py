@@ -23,8 +23,8 @@ def assemble(opened: OpenedOffer) -> dict[str, torch.Tensor]:
     for spec in opened.specs:
         whole_RC = torch.full((spec.shape[0], spec.num_elements // spec.shape[0]), torch.nan, dtype=DTYPES[spec.dtype])
         for piece in opened.pieces[spec.name]:
-            row, column, num_rows, num_columns = piece.place
-            whole_RC[row : row + num_rows, column : column + num_columns].copy_(piece.values_RC)
+            row, column, num_rows, num_columns = piece.rectangle
+            whole_RC[row : row + num_rows, column : column + num_columns].copy_(piece.held_RC)
         found[spec.name] = whole_RC.view(spec.shape)
     return found
 
