@@ -258,8 +258,8 @@ def _check_reference(settings: DraftSettings) -> Iterator[str]:
 
 def _check_ref_model(settings: DraftSettings) -> Iterator[str]:
     folder = settings.algorithm.ref_model
-    if folder is not None and not (folder / "config.json").is_file():
-        yield f"--grpo-ref-model {folder} must be a folder in Hugging Face's format, with config.json: write one"
+    if folder is not None and not folder.is_dir():
+        yield f"--grpo-ref-model {folder} must be a folder: write one in Hugging Face's format"
 
 
 def _check_offload(settings: DraftSettings, division: Division) -> Iterator[str]:
