@@ -7,7 +7,7 @@ RUN is a run's folder: the newest checkpoint of --save or --save-hf is served, a
 for a live run, whose own engines answer the run alone and get other weights with each publish. FOLDER is a checkpoint
 in Hugging Face's format. Further flags are vLLM's.
 
-Once it serves, the command prints the fingerprint of the weights, the address, and the key: a new one, or that of
+Once it serves, the command prints the fingerprint of the weights, the address, and the key: a new one, or the key in
 VLLM_API_KEY. SIGTERM and Ctrl-C end it.
 """
 

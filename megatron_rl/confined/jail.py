@@ -32,7 +32,7 @@ STARTED = b"+"
 _NUM_FILES = 64
 # It removes none: a file that is open or mapped would use memory and disk, and no longer be counted.
 _OWN_FILES = Access.READ | Access.WRITE_FILE | Access.TRUNCATE | Access.MAKE_REG
-# Numbers on x86_64 and aarch64; calls with one number are those of x86_64 alone.
+# Numbers on x86_64 and aarch64; a call with one number is on x86_64 alone.
 _NEVER = {
     # Processes and threads, and namespaces, in which a process has root's powers.
     "fork": (57,), "vfork": (58,), "clone": (56, 220), "unshare": (272, 97), "setns": (308, 268), "ptrace": (101, 117),
@@ -85,7 +85,7 @@ def become_program(
 ) -> NoReturn:
     """Confine the calling process, and run the folder's program in it.
 
-    The seconds are those of a processor. STARTED is written to the descriptor `report`, or else why it cannot start.
+    The seconds count a processor's time. STARTED is written to the descriptor `report`, or else why it cannot start.
     """
     try:
         signal_at_parents_death(signal.SIGKILL)

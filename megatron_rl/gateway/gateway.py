@@ -67,7 +67,7 @@ class Gateway:
 
     @contextlib.contextmanager
     def open_for_calls(self, terms: Terms, sample: Sample) -> Iterator[str]:
-        """Open a key with which each call is a rollout of its own; those that are not answered end with the context."""
+        """Open a key with which each call is a rollout of its own; unanswered calls end with the context."""
         with self.open(terms, sample) as (key, _):
             self._calls[key] = weakref.WeakSet()
             try:

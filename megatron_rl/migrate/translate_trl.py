@@ -211,7 +211,7 @@ def _write_preferences(theirs: TheirSettings, to: Translation) -> None:
     reference = theirs.text("ref_model")
     if reference.startswith("<"):
         to.changed.append(
-            f"ref_model = {reference[1:-1]}: write --grpo-ref-model and its folder, unless it is that of --hf-model"
+            f"ref_model = {reference[1:-1]}: write --grpo-ref-model and its folder, unless --hf-model names it"
         )
     elif reference:
         to.write("--grpo-ref-model", reference)
