@@ -206,6 +206,8 @@ class Pairs:
     rejected_P: "torch.Tensor"
     chosen_lengths_P: "torch.Tensor"
     rejected_lengths_P: "torch.Tensor"
+    strangers: "torch.Tensor"
+    """The same log-probs of the responses to other prompts, as if to these, where the loss reads them."""
 
     @property
     def margin_P(self) -> "torch.Tensor":
@@ -226,8 +228,15 @@ class Preference:
     compute: "Callable[[Pairs, Any], torch.Tensor]"
     """Computes the losses of pairs from the pairs and the settings (a PreferenceConfig)."""
     has_reference: bool = True
+    reads_strangers: bool = False
+    """Whether the loss also reads the responses to another prompt, as if they were to this one."""
     reads: tuple[str, ...] = ()
     """The settings besides `beta` that the loss reads. With other losses their flags are refused."""
+
+    @property
+    def num_responses(self) -> int:
+        """The number of responses that are computed for a pair."""
+        return 4 if self.reads_strangers else 2
 
 
 @dataclasses.dataclass(frozen=True)

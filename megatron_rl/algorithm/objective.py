@@ -238,7 +238,10 @@ class Objective:
 
 @dataclasses.dataclass(frozen=True)
 class PreferenceObjective:
-    """The loss of --stage dpo. The responses of a pair are neighbours, the chosen one first; a pair counts once."""
+    """The loss of --stage dpo. The responses of a pair are neighbours, the chosen one first; a pair counts once.
+
+    Those to another prompt follow, if the loss reads them.
+    """
 
     config: PreferenceConfig
     max_tokens: int
@@ -247,7 +250,7 @@ class PreferenceObjective:
     divergences: Mapping[str, Divergence] = dataclasses.field(default_factory=dict)
 
     def share(self, num_targets: int, num_responses: int) -> int:
-        return num_responses // 2
+        return num_responses // self._preference.num_responses
 
     def loss(
         self,
@@ -263,7 +266,10 @@ class PreferenceObjective:
         beyond_S = policy_S
         if self._preference.has_reference:
             beyond_S = sequences.total(log_probs.policy_N - log_probs.others[REFERENCE.name])
-        pairs = Pairs(beyond_S[::2], beyond_S[1::2], lengths_S[::2], lengths_S[1::2])
+        size = self._preference.num_responses
+        chosen, rejected = slice(0, None, size), slice(1, None, size)
+        strangers = beyond_S.view(-1, size)[:, 2:]
+        pairs = Pairs(beyond_S[chosen], beyond_S[rejected], lengths_S[chosen], lengths_S[rejected], strangers)
         total = self._preference.compute(pairs, self.config).sum()
         with torch.no_grad():
             chosen_P, rejected_P = pairs.chosen_P, pairs.rejected_P
@@ -273,8 +279,8 @@ class PreferenceObjective:
                 "chosen": self.config.beta * chosen_P,
                 "rejected": self.config.beta * rejected_P,
                 "accuracy": chosen_P > rejected_P,
-                "log_prob.chosen": policy_S[::2],
-                "log_prob.rejected": policy_S[1::2],
+                "log_prob.chosen": policy_S[chosen],
+                "log_prob.rejected": policy_S[rejected],
             }
             sums = {name: values_P.sum(dtype=torch.float64) for name, values_P in measured.items()}
             sums["loss"] = total.detach()

@@ -8,7 +8,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from megatron_rl.algorithm.library import PRESETS
+from megatron_rl.algorithm.library import PREFERENCES, PRESETS
 from megatron_rl.config.hardware import count_cores
 from megatron_rl.flag_parser import Given
 from megatron_rl.shared.device_memory import RankSplit, Recomputed, read_rank_memory
@@ -138,9 +138,11 @@ class Derivation:
             self._note(f"--rollout-max-tokens is half of {whole.source}: {half}")
 
     def _look_up_longest(self) -> int | None:
-        """Return the most tokens of what --seq-length bounds; a pair has two such sequences, whose prompt is shared."""
+        """Return the most tokens of a row; a pair has several sequences that --seq-length bounds each."""
         length: int | None = self._look_up("training.seq_length")
-        return 2 * length if length is not None and self._look_up("run.stage") == "dpo" else length
+        if length is None or self._look_up("run.stage") != "dpo":
+            return length
+        return length * PREFERENCES[self._look_up("preference.loss")].num_responses
 
     def settle_micro_batch(self, world_size: int | None, is_shared: bool) -> None:
         """Make micro-batches as large as --max-tokens-per-gpu allows."""

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.algorithm.library import PREFERENCES
 from megatron_rl.command_line import file_checks
 from megatron_rl.command_line.algorithm_checks import name_deciding_rewards
 from megatron_rl.command_line.checks import check_division, count_interleaved, fills_interleaving
@@ -200,7 +201,8 @@ def _resolve_demonstrations(settings: DraftSettings, num_replicas: int | None) -
         num_updates=1,
         order="prompt",
     )
-    longest = training.seq_length * (2 if settings.run.stage == "dpo" else 1)
+    is_paired = settings.run.stage == "dpo"
+    longest = training.seq_length * (PREFERENCES[settings.preference.loss].num_responses if is_paired else 1)
     sizes = Sizes(divide(plan), 0, longest, True, find_pack_multiple(settings))
     return sizes, [*problems, *_check_most_tokens(settings, sizes, "", "or --seq-length")]
 

@@ -11,9 +11,16 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.trainer.data.demonstrations import Pair
+from megatron_rl.trainer.data.demonstrations import Pair, add_strangers
 from tests import hf_models
-from tests.distributed.supervised_trials import DEMONSTRATIONS_PER_UPDATE, NUM_UPDATES, Seen, Trial, run_trials
+from tests.distributed.supervised_trials import (
+    DEMONSTRATIONS_PER_UPDATE,
+    MICRO_BATCH_SIZE,
+    NUM_UPDATES,
+    Seen,
+    Trial,
+    run_trials,
+)
 from tests.distributed.training import CP2, LAYOUTS, OVERLAPPED
 from tests.ranks import run_ranks
 from tests.supervised_twin import Tensors, Twin
@@ -29,6 +36,7 @@ OTHERS = {
     "ipo": "dpo --dpo-loss-type ipo", "simpo": "dpo --dpo-loss-type simpo --dpo-margin 0.2",
     "hinge": "dpo --dpo-loss-type hinge", "smoothed": "dpo --dpo-label-smoothing 0.1",
     "offloaded": "dpo --frozen-offload",
+    "kto": "dpo --dpo-loss-type kto",
 }  # fmt: skip
 
 
@@ -69,7 +77,8 @@ def computed(folders: dict[str, Path]) -> dict[str, list[Seen]]:
     def trial(layout: str, stage: str) -> Trial:
         name = model_of(layout)
         reference = "" if "simpo" in stage else f"--grpo-ref-model {folders[f'{name} as reference']}"
-        return Trial(folders[name], FLAGS[layout], ROWS, HELD_OUT, f"{stage} --dpo-beta {BETA} {reference}")
+        rows, held_out = (add_strangers(one, 96) for one in (ROWS, HELD_OUT)) if "kto" in stage else (ROWS, HELD_OUT)
+        return Trial(folders[name], FLAGS[layout], rows, held_out, f"{stage} --dpo-beta {BETA} {reference}")
 
     # An evaluation has no gradients, for which router losses are weighed.
     routed = dataclasses.replace(trial("EP2", "dpo"), layout=f"{FLAGS['EP2']} {ROUTED}")
@@ -101,6 +110,13 @@ class PairTwin:
             with torch.no_grad():
                 reference = sums(self.reference)
             beyond = beyond - reference
+        if name == "kto":
+            of_pairs = BETA * beyond.view(-1, 4)
+            losses = []
+            for part in of_pairs.split(MICRO_BATCH_SIZE):
+                gained = part[:, 2:].mean().detach().clamp(min=0)
+                losses.append(1 - (torch.sigmoid(part[:, 0] - gained) + torch.sigmoid(gained - part[:, 1])) / 2)
+            return torch.cat(losses)
         margin, mean_margin = (one[::2] - one[1::2] for one in (beyond, beyond / lengths))
         if name == "ipo":
             return (mean_margin - 1 / (2 * BETA)) ** 2
@@ -118,9 +134,11 @@ def twins_at(folders: dict[str, Path], layout: str, weights: Tensors | None = No
     return [PairTwin(folder, reference, dtype, weights) for dtype in (torch.float32, torch.float64)]
 
 
-def check_update(seen: Seen, rows: Sequence[Pair], twins: list[PairTwin], name: str = "dpo") -> None:
+def check_update(
+    seen: Seen, rows: Sequence[Pair], twins: list[PairTwin], name: str = "dpo", held_out_rows: Sequence[Pair] = HELD_OUT
+) -> None:
     with torch.no_grad():
-        held_out = [twin.losses(HELD_OUT, name) for twin in twins]
+        held_out = [twin.losses(held_out_rows, name) for twin in twins]
     assert seen.evaluation["num_pairs"] == len(HELD_OUT)
     losses, gradients = [], []
     for twin in twins:
@@ -149,9 +167,10 @@ def test_loss_and_gradients_equal_those_of_padded_sequences(layout, computed, fo
         check_update(second, ROWS[DEMONSTRATIONS_PER_UPDATE:], twins_at(folders, layout, second.weights))
 
 
-@pytest.mark.parametrize("name", ["hinge", "ipo", "simpo", "smoothed"])
+@pytest.mark.parametrize("name", ["hinge", "ipo", "kto", "simpo", "smoothed"])
 def test_other_losses_of_pairs_equal_their_formulas(name, computed, folders) -> None:
-    check_update(computed[name][0], ROWS[:DEMONSTRATIONS_PER_UPDATE], twins_at(folders, "PP2"), name)
+    rows, held_out = (add_strangers(one, 96) for one in (ROWS, HELD_OUT)) if name == "kto" else (ROWS, HELD_OUT)
+    check_update(computed[name][0], rows[:DEMONSTRATIONS_PER_UPDATE], twins_at(folders, "PP2"), name, held_out)
 
 
 def test_a_reference_in_host_memory_changes_no_bit(computed) -> None:

@@ -14,6 +14,7 @@ from megatron_rl.algorithm.library.dpo import PreferenceConfig
 from megatron_rl.algorithm.objective import PreferenceObjective
 
 dpo = pytest.importorskip("trl.trainer.dpo_trainer", reason="TRL has an environment of its own: make test-trl")
+kto = pytest.importorskip("trl.trainer.kto_trainer", reason="TRL has an environment of its own: make test-trl")
 cpo = pytest.importorskip("trl.experimental.cpo.cpo_trainer", reason="TRL has an environment of its own: make test-trl")
 
 # One process.
@@ -68,9 +69,33 @@ def compute_trls_simpo(policy_N: torch.Tensor, smoothing: float) -> torch.Tensor
     return losses.mean()
 
 
+def compute_trls_kto(policy_N: torch.Tensor, reference_N: torch.Tensor) -> torch.Tensor:
+    """Read each second pair as the responses to another prompt."""
+    (policy, reference, here) = (pad(values_N) for values_N in (policy_N, reference_N, torch.ones_like(policy_N)))
+    # Chosen responses come before the others.
+    is_stranger_S = torch.arange(2 * len(LENGTHS)) % 2 == 1
+    own_S = ~is_stranger_S
+    mask = torch.nn.functional.pad((here != 0).long(), (1, 0))[own_S]
+    zeros = torch.zeros_like(policy[own_S])
+    outputs = SimpleNamespace(log_probs=policy[own_S], entropy=zeros, mean_logits=zeros)
+    trainer = SimpleNamespace(
+        model=SimpleNamespace(training=False), accelerator=ACCELERATOR, aux_loss_enabled=False, calculate_KL=True,
+        precompute_ref_logps=True, loss_type="kto", beta=BETA, desirable_weight=1.0, undesirable_weight=1.0,
+        _total_train_tokens=0, _metrics=collections.defaultdict(lambda: collections.defaultdict(list)),
+        _compute_kl_logps=lambda model, batch: policy[is_stranger_S].sum(1),
+    )  # fmt: skip
+    inputs = {
+        "input_ids": mask, "attention_mask": mask, "completion_mask": mask,
+        "label": torch.arange(len(LENGTHS)) < len(LENGTHS) // 2,
+        "ref_logps": reference[own_S].sum(1), "ref_KL_logps": reference[is_stranger_S].sum(1),
+    }  # fmt: skip
+    loss: torch.Tensor = kto.KTOTrainer._compute_loss(trainer, lambda **_: outputs, inputs, False)
+    return loss
+
+
 @pytest.mark.parametrize(
     ("ours", "theirs"),
-    [("sigmoid", "sigmoid"), ("hinge", "hinge"), ("ipo", "ipo"), ("simpo", ""), ("simpo smoothed", "")],
+    [("sigmoid", "sigmoid"), ("hinge", "hinge"), ("ipo", "ipo"), ("simpo", ""), ("simpo smoothed", ""), ("kto", "")],
 )
 def test_losses_of_pairs_and_their_gradients_are_those_of_trl(ours: str, theirs: str) -> None:
     draw = torch.Generator().manual_seed(0)
@@ -80,7 +105,12 @@ def test_losses_of_pairs_and_their_gradients_are_those_of_trl(ours: str, theirs:
     smoothing = 0.1 if "smoothed" in ours else 0.0
     config = PreferenceConfig(ours.split()[0], beta=BETA, smoothing=smoothing, margin=0.4)
     own = compute(config, policy_N, reference_N)
-    expected = compute_trls_dpo(theirs, policy_N, reference_N) if theirs else compute_trls_simpo(policy_N, smoothing)
+    if ours == "kto":
+        expected = compute_trls_kto(policy_N, reference_N)
+    elif theirs:
+        expected = compute_trls_dpo(theirs, policy_N, reference_N)
+    else:
+        expected = compute_trls_simpo(policy_N, smoothing)
     assert torch.allclose(own, expected, rtol=1e-12)
     slopes = [torch.autograd.grad(loss, policy_N, retain_graph=True)[0] for loss in (own, expected)]
     assert torch.allclose(*slopes, rtol=1e-10, atol=1e-14)

@@ -27,9 +27,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_words(tmp_path_factory.mktemp("model"), WHOLE)
 
 
-def load(model: Path, *paths: Path, longest: int = 90, **values: Any) -> DemonstrationSource:
+def load(
+    model: Path, *paths: Path, longest: int = 90, has_strangers: bool = False, **values: Any
+) -> DemonstrationSource:
     config = dataclasses.replace(DataConfig(prompts=list(paths), shuffle=False), **values)
-    return load_demonstrations(config, model, "dpo", seed=3, longest=longest, vocab_size=NUM_WORDS)
+    return load_demonstrations(config, model, "dpo", has_strangers, seed=3, longest=longest, vocab_size=NUM_WORDS)
 
 
 ANSWERS = [chat("n2", first="assistant"), chat("n3 n4", first="assistant")]
@@ -56,6 +58,20 @@ def test_a_pair_is_the_same_in_whichever_columns_it_is_written(model, tmp_path, 
     assert [one.tolist() for one in pair.responses] == [[*n(2), END], [*n(3, 4), END]]
     # The prompt counts once.
     assert pair.num_tokens == len(prompt) + 2 + 3
+
+
+def test_kto_compares_with_the_responses_to_the_next_other_prompt_cut_to_the_length(model, tmp_path):
+    rows = [
+        {"prompt": prompt, "chosen": chosen, "rejected": "n9"}
+        for prompt, chosen in (("n1", "n2 n3"), ("n1", "n4"), ("n5 n6", "n7"))
+    ]
+    path = write_rows(tmp_path / "a.jsonl", *rows)
+    pairs = load(model, path, longest=5, has_strangers=True).take(3)
+    strangers = [[one.tolist() for one in pair.responses[2:]] for pair in pairs]
+    assert strangers == [[[*n(7), END], [*n(9), END]], [[*n(7), END], [*n(9), END]], [n(2, 3), [*n(9), END]]]
+    assert [one.tolist() for one in pairs[0].responses[:2]] == [[*n(2, 3), END], [*n(9), END]]
+    with pytest.raises(InputError, match="all 2 pairs have one prompt, .*: write pairs of several prompts"):
+        load(model, write_rows(path, *rows[:2]), has_strangers=True)
 
 
 def test_what_two_chats_share_is_their_prompt(model, tmp_path):

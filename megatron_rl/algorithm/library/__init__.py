@@ -27,6 +27,7 @@ ALGORITHMS: Mapping[str, Algorithm] = {
     "dpo": dpo.DPO,
     "slic": dpo.SLIC,
     "ipo": dpo.IPO,
+    "kto": dpo.KTO,
     "simpo": dpo.SIMPO,
 }
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class PreferenceConfig:
     """The loss of `--stage dpo`."""
 
-    loss: Literal["sigmoid", "hinge", "ipo", "simpo"] = own_flag(
+    loss: Literal["sigmoid", "hinge", "ipo", "kto", "simpo"] = own_flag(
         "sigmoid", "The loss of a pair; docs/algorithms.md has the formulas.", "--dpo-loss-type"
     )
     beta: float = own_flag(0.1, "The papers' beta, which weighs log-probs.", "--dpo-beta", bound="finite and above 0")
@@ -44,6 +44,13 @@ def compute_ipo(pairs: Pairs, config: PreferenceConfig) -> "torch.Tensor":
     return (pairs.mean_margin_P - 1 / (2 * config.beta)).square()
 
 
+def compute_kto(pairs: Pairs, config: PreferenceConfig) -> "torch.Tensor":
+    """Compare each response with what the policy gained on responses that have nothing to do with their prompts."""
+    gained = pairs.strangers.mean().clamp(min=0).detach()
+    chosen_P, rejected_P = (config.beta * (one - gained) for one in (pairs.chosen_P, pairs.rejected_P))
+    return ((-chosen_P).sigmoid() + rejected_P.sigmoid()) / 2
+
+
 def compute_simpo(pairs: Pairs, config: PreferenceConfig) -> "torch.Tensor":
     return _classify(config.beta * pairs.mean_margin_P - config.margin, config.smoothing)
 
@@ -66,6 +73,17 @@ SLIC = Algorithm(
 IPO = Algorithm(
     Paper("IPO", "https://arxiv.org/abs/2310.12036"),
     preferences=(Preference("ipo", "(n - 1 / (2 b))^2", compute_ipo),),
+)
+KTO = Algorithm(
+    Paper("KTO", "https://arxiv.org/abs/2402.01306"),
+    preferences=(
+        Preference(
+            "kto",
+            "(sigmoid(b (z - l of the chosen)) + sigmoid(b (l of the other - z))) / 2",
+            compute_kto,
+            reads_strangers=True,
+        ),
+    ),
 )
 SIMPO = Algorithm(
     Paper("SimPO", "https://arxiv.org/abs/2405.14734"),

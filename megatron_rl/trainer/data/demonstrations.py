@@ -15,6 +15,7 @@ import hashlib
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -56,7 +57,10 @@ class Demonstration:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pair(Demonstration):
-    """Two responses to a prompt: the first sequence has the one that was preferred."""
+    """Two responses to a prompt: the first sequence has the one that was preferred.
+
+    Two more are responses to another prompt, if the loss reads them.
+    """
 
     @property
     def prompt(self) -> np.ndarray:
@@ -94,7 +98,14 @@ class DemonstrationSource(RowSource[Demonstration]):
 
 
 def load_demonstrations(
-    config: DataConfig, model: Path, stage: str = "sft", *, seed: int, longest: int, vocab_size: int
+    config: DataConfig,
+    model: Path,
+    stage: str = "sft",
+    has_strangers: bool = False,
+    *,
+    seed: int,
+    longest: int,
+    vocab_size: int,
 ) -> DemonstrationSource:
     """Read, tokenize, filter and divide the demonstrations or pairs of a run, each of at most `longest` tokens."""
     assert config.prompts is not None
@@ -110,6 +121,8 @@ def load_demonstrations(
     else:
         held_out = draw_held_out(fitting, config.held_out, seed)
     trained = leave_out(fitting, held_out, config, notes)
+    if stage == "dpo" and has_strangers:
+        trained, held_out = (add_strangers(pairs, longest) for pairs in (trained, held_out))
     stops = tokenizer.find_stops((tokenizer.text(row) for row in (*rows, *eval_rows)), notes)
     return DemonstrationSource(
         trained,
@@ -165,6 +178,28 @@ def tokenize_pairs(rows: Sequence[Row], tokenizer: PromptTokenizer) -> Iterator[
         if np.array_equal(pair.responses[0], pair.responses[1]):
             raise row.error("has two responses of the same tokens: nothing is preferred; leave the row out")
         yield pair
+
+
+def add_strangers(pairs: Sequence[Any], longest: int) -> list[Any]:
+    """Add to each pair the responses to the next other prompt, cut to sequences of at most `longest` tokens."""
+    if not pairs:
+        return []
+    following = other = pairs[0]
+    found = []
+    # Backwards through two rounds, since the last pairs find theirs among the first.
+    for pair in reversed([*pairs, *pairs]):
+        if not np.array_equal(pair.prompt, following.prompt):
+            other = following
+        room = longest - len(pair.prompt)
+        strangers = [(pair.prompt, response[:room]) for response in other.responses]
+        found.append(dataclasses.replace(pair, sequences=(*pair.sequences, *strangers)))
+        following = pair
+    if np.array_equal(other.prompt, following.prompt):
+        raise InputError(
+            f"all {len(pairs)} pairs have one prompt, and --dpo-loss-type kto compares with responses to others: write "
+            "pairs of several prompts, or choose another loss"
+        )
+    return found[: len(pairs) - 1 : -1]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_rl.algorithm.declaration import find_role
+from megatron_rl.algorithm.library import PREFERENCES
 from megatron_rl.algorithm.plug_ins import compare_plug_ins, find_roles
 from megatron_rl.command_line.describe import describe_objective, describe_own_files
 from megatron_rl.command_line.run import RunSettings
@@ -97,8 +98,9 @@ def load_inputs(settings: RunSettings, checked: CheckedInputs, startup: Startup)
     demonstrations = prompts = None
     if checked.rows is None:
         load = importlib.import_module(_DEMONSTRATIONS).load_demonstrations
-        longest = settings.training.seq_length
-        data = demonstrations = load(settings.data, model, settings.run.stage, longest=longest, **of_run)
+        longest, has_strangers = settings.training.seq_length, PREFERENCES[settings.preference.loss].reads_strangers
+        stage = settings.run.stage
+        data = demonstrations = load(settings.data, model, stage, has_strangers, longest=longest, **of_run)
     else:
         data = prompts = tokenize_prompts(
             checked.rows,
