@@ -127,8 +127,8 @@ test-suffix: env ## drafts from earlier responses on a real vLLM, with arctic-in
 	@tools/make_environment $(SUFFIX_VENV) requirements/suffix.lock --on $(VENV)
 	$(SUFFIX_VENV)/bin/python -m pytest --target test-suffix -m slow -k suffix tests/sidecar/test_vllm_speculation.py
 
-OF_CLONES = $(if $(MEGATRON_LM),tests/unit/test_patches.py) $(if $(MEGATRON_LM_TREES),tests/unit/test_upstream_rl.py) $(if $(TRANSFORMER_ENGINE),tests/unit/test_transformer_engine.py)
-test-clones: env ## beside sources of other projects: MEGATRON_LM= a clone, MEGATRON_LM_TREES= trees, TRANSFORMER_ENGINE= a release
+OF_CLONES = $(if $(MEGATRON_LM),tests/unit/test_patches.py) $(if $(MEGATRON_LM_TREES),tests/unit/test_upstream_rl.py) $(if $(TRANSFORMER_ENGINE),tests/unit/test_transformer_engine.py) $(if $(NEMO_RL),tests/unit/test_nemo_rl.py)
+test-clones: env ## beside sources of other projects: MEGATRON_LM= a clone, MEGATRON_LM_TREES= trees, TRANSFORMER_ENGINE= a release, NEMO_RL= a clone
 	$(VENV)/bin/python -m pytest --target test-clones $(or $(strip $(OF_CLONES)),$(error name at least one of them))
 
 test-anywhere: env ## on other processors, with other threads, in other folders: what depends on them; 5 minutes
