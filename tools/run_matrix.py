@@ -93,9 +93,10 @@ def run_tests(version: str, part: str, words: tuple[str, ...]) -> Result:
     return _tell(version, part, Result(code == 0, seconds, said), output)
 
 
-def write_numbers(version: str, folder: Path) -> Result:
+def write_numbers(version: str, folder: Path, is_quick: bool) -> Result:
     """Train on a version, and keep the results."""
-    code, seconds, output = run(version, "numbers", ["tests.matrix.across", "write", str(folder), version])
+    words = ["tests.matrix.across", "write", str(folder), version, *(["quick"] if is_quick else [])]
+    code, seconds, output = run(version, "numbers", words)
     return _tell(version, "numbers", Result(code == 0, seconds, "written" if code == 0 else "failed"), output)
 
 
@@ -151,7 +152,7 @@ def table(results: dict[str, dict[str, Result]]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--quick", action="store_true", help="the loop, the numbers, and the checkpoints of 0.16.1 alone"
+        "--quick", action="store_true", help="the loop, the numbers of two layouts, and the checkpoints of 0.16.1 alone"
     )
     parser.add_argument("versions", nargs="*", help=f"of {', '.join(ENVIRONMENTS)}; all of them if none is named")
     arguments = parser.parse_args()
@@ -165,7 +166,10 @@ def main() -> int:
                 results[version][part] = run_tests(version, part, words)
     with tempfile.TemporaryDirectory(prefix="numbers-", dir=OUT) as temporary:
         folder = Path(temporary)
-        written = {version: write_numbers(version, folder) for version in dict.fromkeys([REFERENCE, *versions])}
+        written = {
+            version: write_numbers(version, folder, arguments.quick)
+            for version in dict.fromkeys([REFERENCE, *versions])
+        }
         for version, result in compare_numbers(folder, written).items():
             results.setdefault(version, {})["numbers"] = result
         for version in versions:

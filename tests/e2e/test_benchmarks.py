@@ -43,12 +43,12 @@ STARTED = {
     "precision",
     "batch_invariant",
 }
-# Benchmarks that start more than one engine, or whose step others take too.
-SLOW = {"publish_lora", "lora_step", "precision", "drafts", "batch_invariant"}
+# What each change runs: a benchmark of each kind that starts no engine.
+FAST = {"weights", "checkpoints", "publish", "sidecar", "conversations", "control_plane", "trimodel", "shared_prompt"}
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in BENCHMARKS]
+    "name", [pytest.param(name, marks=[] if name in FAST else [pytest.mark.slow]) for name in BENCHMARKS]
 )
 def test_a_tiny_run_of_a_benchmark_gives_the_figures_that_are_documented(name, tmp_path):
     if name in STARTED:
@@ -77,6 +77,7 @@ def run_forked(name: str, folder: Path) -> Mapping[str, float]:
     return json.loads(output.read_text().splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_a_tiny_run_on_the_cpu_completes_every_part_of_the_benchmark_for_gpus(tmp_path):
     # The same part with other models would start as many engines again; tests/unit/test_gpu_bench.py runs the kernels'.
     names = ["step_0.6b", "start", "service", "publish_8b"]
