@@ -24,8 +24,9 @@ VERIFIERS_VENV := .venv-verifiers
 FRAMEWORKS_VENV := .venv-frameworks
 SUITES_VENV := .venv-suites
 SUFFIX_VENV := .venv-suffix
+GYM_VENV := .venv-gym
 
-.PHONY: help env test test-first test-all test-each-change test-each-change-kernels test-each-change-ranks test-each-change-runs test-each-change-benchmarks test-each-change-rest test-each-change-matrix lint types format test-slow test-clones test-anywhere test-anywhere-quick test-matrix test-matrix-quick test-npu test-trl test-verifiers test-frameworks test-suites test-suffix test-report test-cuda test-hosts test-launch test-launch-quick python312 cuda demo gpu-demo paying calculator mcp search coding agent recipes demo-core learning algorithms sparse teacher bench gpu-check gpu-bench gpu-first rival flags docs figures clean
+.PHONY: help env test test-first test-all test-each-change test-each-change-kernels test-each-change-ranks test-each-change-runs test-each-change-benchmarks test-each-change-rest test-each-change-matrix lint types format test-slow test-clones test-anywhere test-anywhere-quick test-matrix test-matrix-quick test-npu test-trl test-verifiers test-frameworks test-recipes test-suites test-suffix test-report test-cuda test-hosts test-launch test-launch-quick python312 cuda demo gpu-demo paying calculator mcp search coding openai-agents langgraph gym gym-environment frameworks agent recipes demo-core learning algorithms sparse teacher bench gpu-check gpu-bench gpu-first rival flags docs figures clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -110,10 +111,15 @@ test-trl: env ## losses beside TRL's, in an environment of its own
 	@tools/make_environment $(TRL_VENV) requirements/trl.lock --on $(VENV)
 	$(TRL_VENV)/bin/python -m pytest --target test-trl tests/trl
 
-test-frameworks: env ## agents of a dozen frameworks through the gateway, in an environment of their own
+frameworks:
 	@tools/make_environment $(FRAMEWORKS_VENV) requirements/frameworks.lock 3.11 $(PYTHON)
+
+test-frameworks: env frameworks ## agents of a dozen frameworks through the gateway, in an environment of their own
 	@npm install --silent --no-save --prefix $(FRAMEWORKS_VENV) @openai/codex@0.171.0 @anthropic-ai/claude-code@2.1.197
 	FRAMEWORKS_PYTHON=$(FRAMEWORKS_VENV)/bin/python $(VENV)/bin/python -m pytest --target test-frameworks tests/frameworks
+
+test-recipes: frameworks gym-environment ## recipes with reasoning-gym and with agents of frameworks, on a real vLLM
+	FRAMEWORKS_VENV=$(FRAMEWORKS_VENV) $(GYM_VENV)/bin/python -m pytest --target test-recipes tests/libraries
 
 test-suites: env ## lm-eval against megatron-rl serve, and schemathesis against the gateway, in an environment of their own
 	@tools/make_environment $(SUITES_VENV) requirements/suites.lock --on $(VENV)
@@ -183,8 +189,22 @@ search: env ## a tool: a tiny model learns to search an index by BM25, with real
 coding: env ## code as a response: a tiny model learns from tests in a sandbox, with real vLLM
 	$(VENV)/bin/python -m examples.coding.demo --out coding $(SEEDED)
 
-recipes: ## coding, search and mcp with two seeds each; half an hour
-	for seed in 0 1; do for recipe in coding search mcp; do \
+BY_FRAMEWORK = -- --rollout-agent-python $(FRAMEWORKS_VENV)/bin/python --rollout-agent examples/calculator
+
+openai-agents: env frameworks ## the calculator as a tool of an agent of openai-agents, with real vLLM
+	$(VENV)/bin/python -m examples.calculator.demo --out openai-agents $(SEEDED) $(BY_FRAMEWORK)/by_openai_agents.py:act
+
+langgraph: env frameworks ## the same with a graph of langgraph
+	$(VENV)/bin/python -m examples.calculator.demo --out langgraph $(SEEDED) $(BY_FRAMEWORK)/by_langgraph.py:act
+
+gym-environment: env
+	@tools/make_environment $(GYM_VENV) requirements/gym.lock --on $(VENV)
+
+gym: gym-environment ## a mixture of reasoning-gym's tasks, in an environment of its own, with real vLLM
+	$(GYM_VENV)/bin/python -m examples.gym.demo --out gym $(SEEDED)
+
+recipes: ## six of these with two seeds each; an hour
+	for seed in 0 1; do for recipe in coding search mcp openai-agents langgraph gym; do \
 	    $(MAKE) $$recipe SEED=$$seed; \
 	done; done
 
@@ -235,5 +255,5 @@ figures: env ## draw the pictures in docs/images anew from figures.json
 	$(VENV)/bin/python -m tools.draw_figures
 
 clean: ## remove the environments and all caches
-	rm -rf $(VENV) $(PYTHON312_VENV) $(MCORE_VENV)* $(DOCS_VENV) $(NPU_VENV) $(TRL_VENV) $(VERIFIERS_VENV) $(SUITES_VENV) $(SUFFIX_VENV) $(REPORT_VENV) $(LAUNCH_VENV) $(CUDA_VENV) $(RIVAL_VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(PYTHON312_VENV) $(MCORE_VENV)* $(DOCS_VENV) $(NPU_VENV) $(TRL_VENV) $(VERIFIERS_VENV) $(FRAMEWORKS_VENV) $(SUITES_VENV) $(SUFFIX_VENV) $(GYM_VENV) $(REPORT_VENV) $(LAUNCH_VENV) $(CUDA_VENV) $(RIVAL_VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -35,9 +35,14 @@ FLAGS = (
 
 
 def run_demo(
-    description: str | None, name: str, prepare: Callable[[Path, int], None], flags: Sequence[str], what: str
+    description: str | None,
+    name: str,
+    prepare: Callable[[Path, int], None],
+    flags: Sequence[str],
+    what: str,
+    sources: Sequence[str] = ("train.jsonl",),
 ) -> None:
-    """Run a demo; `prepare` writes train.jsonl, held_out.jsonl and the folder `model`, with a seed."""
+    """Run a demo; `prepare` writes the sources, files held_out*.jsonl and the folder `model`, with a seed."""
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(1)
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -55,7 +60,8 @@ def run_demo(
         [
             sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
             str(ROOT / "pretrain_grpo.py"), *FLAGS, "--hf-model", str(out / "model"),
-            "--prompts", str(out / "train.jsonl"), "--eval-prompts", str(out / "held_out.jsonl"),
+            "--prompts", *(str(out / source) for source in sources),
+            "--eval-prompts", *map(str, sorted(out.glob("held_out*.jsonl"))),
             "--seed", str(arguments.seed + 1), "--rollout-folder", str(run),
             *flags, *LAYOUTS[arguments.layout], *arguments.flags,
         ],

@@ -4,6 +4,7 @@ python -m examples.calculator.demo [--layout dp2|tp2|pp2] [--seed 0] [--out FOLD
 """
 
 import random
+import sys
 from pathlib import Path
 
 from examples import tiny_run
@@ -16,10 +17,17 @@ FLAGS = [
     "--rollout-max-tokens", "40", "--rollout-env-max-turns", "3", "--rollout-tool-parser", "hermes", "--prompt-chat",
     "--lr", "1e-3", "--eval-num-samples", "4",
 ]  # fmt: skip
+ENVIRONMENT = ["--rollout-env", f"{Path(__file__).parent / 'calculator.py'}:Calculator"]
+# Each rollout of an agent is a process, which takes time and memory: fewer of them, and few at once.
+AGENT = [
+    "--train-iters", "20", "--grpo-prompts-per-step", "8", "--micro-batch-size", "64", "--eval-num-samples", "2",
+    "--rollout-env-concurrency", "16", "--rollout-max-tokens", "48",
+]  # fmt: skip
 
 
 def main() -> None:
-    flags = [*FLAGS, "--rollout-env", f"{Path(__file__).parent / 'calculator.py'}:Calculator"]
+    """Run the demo; an agent after -- acts in place of the environment."""
+    flags = [*FLAGS, *(AGENT if "--rollout-agent" in sys.argv else ENVIRONMENT)]
     tiny_run.run_demo(__doc__, "calculator", prepare, flags, f"{NUM_HELD_OUT} held-out questions")
 
 

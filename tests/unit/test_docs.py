@@ -119,6 +119,9 @@ COMMANDS: dict[str, dict[str, Here | Parsed | By | Target]] = {
         "make search": By("tests/unit/test_docs.py::test_turns_tools_and_agents_are_learned"),
         "make coding": By("tests/unit/test_docs.py::test_turns_tools_and_agents_are_learned"),
         "make agent": By("tests/unit/test_docs.py::test_turns_tools_and_agents_are_learned"),
+        "make openai-agents": By("tests/libraries/test_recipes.py::test_a_recipe_is_learned"),
+        "make langgraph": By("tests/libraries/test_recipes.py::test_a_recipe_is_learned"),
+        "make gym": By("tests/libraries/test_recipes.py::test_a_recipe_is_learned"),
         "megatron-rl try-agent agent.py:act": By("tests/unit/test_try_agent.py"),
         "torchrun --standalone --nproc-per-node 1": By(
             "tests/unit/test_docs.py::test_the_agent_of_the_documents_trains_the_tiny_model_with_vllm"

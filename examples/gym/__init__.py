@@ -1,0 +1,1 @@
+"""A tiny model that learns a mixture of reasoning-gym's tasks."""
