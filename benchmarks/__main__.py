@@ -180,6 +180,7 @@ BENCHMARKS: Mapping[str, Mapping[str, str]] = {
         "teacher_top_64_vs_without": "the same, the divergence over the teacher's 64 likeliest tokens and the others",
         "teacher_reverse_vs_without": "the same, KL(policy, teacher) over the vocabulary",
         "teacher_jsd_vs_without": "the same, the divergence from the mixture",
+        "server_vs_without": "seconds of a vLLM server that gives these log-probs of its responses / of the pass",
         "critic_vs_without": "a pass with a critic of the policy's size / without one",
     },
     "log_probs_memory": {

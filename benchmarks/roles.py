@@ -3,10 +3,13 @@
 Two stages with a core each, 8 micro-batches, the first update of an iteration: the policy alone has gradients, and no
 other role is computed. The teacher gives log-probs of the sampled tokens, or its distribution over the vocabulary.
 A critic has a pass with gradients of its own, and no output layer to speak of. Seconds are counted until the slowest
-rank is done. A model's forward pass is a third of its pass with gradients.
+rank is done. A model's forward pass is a third of its pass with gradients. The same teacher in a vLLM server on both
+cores is timed afterwards, by the responses of the pass.
 """
 
 import argparse
+import asyncio
+import contextlib
 import os
 import statistics
 import tempfile
@@ -18,6 +21,10 @@ from benchmarks import report, trimodel
 from benchmarks.trimodel import GROUP_SIZE, MICRO_BATCHES, PROMPT, RESPONSE, STAGES, TINY, draw_updates, in_turns
 from megatron_rl.algorithm.objective import Objective
 from megatron_rl.command_line.run import compute_sizes
+from megatron_rl.config.settings import RewardConfig, RolloutConfig
+from megatron_rl.shared.protocol import wire
+from megatron_rl.sidecar.settings import SidecarSettings
+from megatron_rl.sidecar.teachers import open_teachers
 from megatron_rl.trainer.data.device_copier import DeviceCopier
 from megatron_rl.trainer.data.slots import Identity, IterationSlots
 from megatron_rl.trainer.loop.learner import Learner
@@ -60,6 +67,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         problem, teacher = _draw(Path(folder))
         times = run_ranks(_time, STAGES, problem, teacher, arguments.rounds, timeout=600)[0]
+        of_server = asyncio.run(_time_server(problem, teacher, arguments.rounds))
     ratios = {
         f"{name if name == 'critic' else 'teacher_' + name.replace(' ', '_')}_vs_without": [
             a / b for a, b in zip(of_form, times["without"], strict=True)
@@ -67,6 +75,8 @@ def main() -> None:
         for name, of_form in times.items()
         if name != "without"
     }
+    # They were not timed in turns.
+    ratios["server_vs_without"] = [seconds / statistics.median(times["without"]) for seconds in of_server]
     report.table("a pass of two stages", times, "s")
     report.table("ratios", ratios, "")
     report.finish({name: statistics.median(values) for name, values in ratios.items()})
@@ -76,6 +86,36 @@ def _draw(folder: Path) -> tuple[Problem, Path]:
     """Draw a policy, a teacher of its size, and an update of random groups."""
     policy, teacher = (hf_models.draw("qwen3", folder / str(seed), seed, **MODEL) for seed in (0, 1))
     return Problem(policy, policy, draw_updates(1, MODEL["vocab_size"])), teacher
+
+
+async def _time_server(problem: Problem, teacher: Path, rounds: int) -> list[float]:
+    """Return the seconds in which the server of a teacher computes the log-probs of the responses of a pass."""
+    groups = [
+        wire.Group(
+            prompt=wire.Prompt(index=number, row="", tokens=wire.encode_tokens(group.prompt)),
+            responses=[_make_response(tokens) for tokens in group.responses],
+        )
+        for number, group in enumerate(problem.updates[0])
+    ]
+    rollout = RolloutConfig(folder=problem.policy.parent / "run", dtype="float32")
+    settings = SidecarSettings("cpu", None, PROMPT + RESPONSE, rollout, RewardConfig(), teacher=[f"engines:{teacher}"])
+    seconds = []
+    async with contextlib.AsyncExitStack() as stack:
+        teachers = open_teachers(settings, STAGES, stack)
+        stack.push_async_callback(teachers.close)
+        await teachers.start()
+        for _ in range(rounds + 1):
+            start = time.monotonic()
+            await asyncio.gather(*map(teachers.teach, groups))
+            seconds.append(time.monotonic() - start)
+    return seconds[1:]
+
+
+def _make_response(tokens: list[int]) -> wire.Response:
+    return wire.Response(
+        tokens=wire.encode_tokens(tokens), log_probs=wire.encode_log_probs([0.0] * len(tokens)), finish_reason="stop",
+        seed=0, engine="0", spans=[], fingerprint="",
+    )  # fmt: skip
 
 
 def _time(problem: Problem, teacher: Path, rounds: int) -> Times:

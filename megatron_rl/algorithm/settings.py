@@ -11,6 +11,7 @@ from megatron_rl.algorithm.library import ADVANTAGES, LOSSES, PRESETS, LossSetti
 from megatron_rl.flag import megatron_flag, own_flag
 
 _NAMED = re.compile(r"(?P<name>\w[\w-]*)=(?P<folder>.+)")
+_SERVED = "engines:"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +119,7 @@ class AlgorithmConfig(LossSettings):
         None,
         "The Hugging Face folder of a teacher, a model of any size with the policy's vocabulary: the policy learns its "
         "distribution of the tokens that follow what the policy samples. Several are NAME=FOLDER each, and a row's "
-        "column `teacher` names the one of its responses.",
+        "column `teacher` names the one of its responses. `engines:` before a folder has a vLLM server compute it.",
         "--teacher",
     )
     roles: list[str] | None = own_flag(
@@ -257,12 +258,17 @@ class AlgorithmConfig(LossSettings):
             object.__setattr__(self, "kl_estimator", ESTIMATORS[self.kl_in])
 
 
-def name_teachers(words: Sequence[str] | None) -> dict[str, Path]:
-    """Return the folder of each teacher by the name of its model: `teacher`, or `teacher.NAME` for NAME=FOLDER."""
+def name_teachers(words: Sequence[str] | None, are_served: bool = False) -> dict[str, Path]:
+    """Return the folder of each teacher by the name of its model: `teacher`, or `teacher.NAME` for NAME=FOLDER.
+
+    They are those in the trainer's pass, or those that are served by engines.
+    """
     folders = {}
     for word in words or ():
         named = _NAMED.fullmatch(word)
-        folders["teacher" if named is None else f"teacher.{named['name']}"] = Path(named["folder"] if named else word)
+        name, folder = ("teacher", word) if named is None else (f"teacher.{named['name']}", named["folder"])
+        if folder.startswith(_SERVED) == are_served:
+            folders[name] = Path(folder.removeprefix(_SERVED))
     return folders
 
 

@@ -84,13 +84,24 @@ def check_algorithm(settings: DraftSettings) -> Iterator[str]:
     if algorithm.name == "opd" and algorithm.teacher is None:
         yield "--algorithm opd needs --teacher: write the folder of the model that teaches"
     words = algorithm.teacher or ()
-    models = name_teachers(words)
+    served = name_teachers(words, are_served=True)
+    models = name_teachers(words) | served
     if len(models) < len(words) or ("teacher" in models and len(models) > 1):
         yield f"--teacher {' '.join(words)}: several need a name each, none of them twice; write NAME=FOLDER for each"
     if algorithm.teacher is not None and algorithm.opd_divergence != "sampled" and settings.loop.tri_model != "fused":
         yield (
             f"--opd-divergence {algorithm.opd_divergence} and --tri-model {settings.loop.tri_model} cannot be given "
             "together, because only one pass has both distributions: write --tri-model fused, or sampled"
+        )
+    if served and algorithm.opd_divergence != "sampled":
+        yield (
+            f"--opd-divergence {algorithm.opd_divergence} and --teacher {' '.join(words)} cannot be given together, "
+            "because engines give log-probs of sampled tokens alone: write sampled, or drop engines:"
+        )
+    if served and settings.sampling.temperature != 1:
+        yield (
+            f"--rollout-temperature {settings.sampling.temperature:g} and --teacher {' '.join(words)} cannot be given "
+            "together, because vLLM's log-probs of given tokens are at temperature 1: write 1, or drop engines:"
         )
     yield from _check_critic(settings)
     yield from _check_advantage(settings)

@@ -6,6 +6,7 @@ Those of engines are in `sidecar.vllm.server`.
 import os
 from collections.abc import Iterator
 
+from megatron_rl.algorithm.settings import name_teachers
 from megatron_rl.config.settings import DraftSettings
 from megatron_rl.errors import InputError
 from megatron_rl.ops import elementwise
@@ -60,7 +61,7 @@ def _check_others(settings: DraftSettings) -> Iterator[str]:
         ("--grpo-ref-interval", algorithm.ref_interval is not None, same),
         (
             "--frozen-offload",
-            settings.loop.frozen_offload and algorithm.teacher is None,
+            settings.loop.frozen_offload and not name_teachers(algorithm.teacher),
             "frozen roles share the policy's weights, which it needs",
         ),
         ("--publish-through ipc", settings.publish.through == "ipc", "merged weights are nowhere in a GPU's memory"),

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.algorithm.plug_ins import find_roles
+from megatron_rl.algorithm.settings import name_teachers
 from megatron_rl.command_line.backends import choose_backends
 from megatron_rl.command_line.checks import check_length
 from megatron_rl.command_line.mode_checks import check_batch_invariant
@@ -55,7 +56,22 @@ def resolve_frozen(
             problems += of_one
             if one is not None:
                 frozen[name] = one
+    for folder in name_teachers(settings.algorithm.teacher, are_served=True).values():
+        problems += [f"--teacher engines:{folder}: {problem}" for problem in _check_served(folder, settings)]
     return frozen, problems
+
+
+def _check_served(folder: Path, settings: DraftSettings) -> list[str]:
+    """Compare a teacher that engines compute with the policy, if its family is known here: vLLM has more of them."""
+    try:
+        architecture = read_architecture(folder, flag="--teacher")
+    except InputError:
+        return []
+    length, longest = settings.training.seq_length, architecture.longest_sequence
+    problems = _check_vocabulary(True, settings, architecture)
+    if length is not None and length >= longest:
+        problems.append(f"--seq-length {length} must be below its longest sequence, {longest}: write less")
+    return problems
 
 
 def resolve_critic(

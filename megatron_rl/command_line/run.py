@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.algorithm.library import PREFERENCES
+from megatron_rl.algorithm.settings import name_teachers
 from megatron_rl.command_line import file_checks
 from megatron_rl.command_line.algorithm_checks import name_deciding_rewards
 from megatron_rl.command_line.checks import check_division, count_interleaved, fills_interleaving
@@ -266,7 +267,8 @@ def _check_ref_model(settings: DraftSettings) -> Iterator[str]:
 
 def _check_offload(settings: DraftSettings, division: Division) -> Iterator[str]:
     has_old = division.plan.num_updates > 1 and settings.loop.tri_model == "fused"
-    has_other = settings.algorithm.kl_beta or settings.algorithm.teacher is not None or settings.algorithm.roles
+    algorithm = settings.algorithm
+    has_other = algorithm.kl_beta or name_teachers(algorithm.teacher) or algorithm.roles
     if settings.loop.frozen_offload and not has_other and not has_old:
         yield (
             "--frozen-offload has no model to keep in host memory: a reference needs --grpo-kl-beta, a teacher "

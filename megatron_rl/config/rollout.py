@@ -147,6 +147,12 @@ class RolloutConfig:
         "nccl reaches engines on other hosts too.",
         "--rollout-transport",
     )
+    teacher_devices: list[int] | None = own_flag(
+        None,
+        "The accelerators of `--teacher NAME=engines:FOLDER`, as many for each, counted among the visible ones; none "
+        "on a CPU.",
+        "--teacher-devices",
+    )
     folder: Path | None = own_flag(
         None, "The run's folder: token, address, journal, audit log and the engines' logs.", "--rollout-folder"
     )

@@ -14,12 +14,14 @@ OPTIONAL_PARTS: Mapping[str, str] = {
     "agents": "megatron_rl.sidecar.agent_rollouts",
     # --reward judge:FOLDER
     "judge": "megatron_rl.sidecar.judge",
+    # --teacher NAME=engines:FOLDER
+    "teachers": "megatron_rl.sidecar.teachers",
     # --eval-command
     "eval_command": "megatron_rl.sidecar.eval_command",
 }
 """The modules that only some runs need. They are imported when a setting asks for them, and by nothing else."""
 
 
-def load_part(name: Literal["hosts", "environments", "agents", "judge", "eval_command"]) -> ModuleType:
+def load_part(name: Literal["hosts", "environments", "agents", "judge", "teachers", "eval_command"]) -> ModuleType:
     """Import an optional part, and return its module."""
     return importlib.import_module(OPTIONAL_PARTS[name])

@@ -31,6 +31,7 @@ from megatron_rl.tool_calls import JSON
 if TYPE_CHECKING:
     from megatron_rl.gateway.record import Transcript
     from megatron_rl.sidecar.conversations import EnvironmentClock
+    from megatron_rl.sidecar.teachers import Teachers
 
 _log = logging.getLogger(__name__)
 
@@ -102,13 +103,15 @@ class GroupMaker:
         counters: Counters,
         recorder: Recorder | None = None,
         conversations: GroupHolder | None = None,
+        teachers: "Teachers | None" = None,
     ) -> None:
-        """Make it; with `conversations`, each response is one of them."""
+        """Make it; with `conversations`, each response is one of them, and `teachers` grade those that are scored."""
         self._engines = engines
         self._conversations = conversations
         self._scorer = scorer
         self._counters = counters
         self._recorder = recorder or Recorder(most=0)
+        self._teachers = teachers
 
     async def make_all(self, assignment: Assignment, work: Work) -> str | None:
         """Make the groups and hand over each as soon as it is made; return None, or the reason why some are missing."""
@@ -194,6 +197,7 @@ class GroupMaker:
         check_rewards(assignment, group)
         if isinstance(assignment, wire.Submission):
             group = _drop_if_alone(group)
+            group = group if self._teachers is None else await self._teachers.teach(group)
         try:
             work.finished(group)
         except OSError as error:

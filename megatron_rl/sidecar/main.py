@@ -48,6 +48,7 @@ from megatron_rl.sidecar.vllm.server import configure_server, find_packages
 
 if TYPE_CHECKING:
     from megatron_rl.sidecar.hosts.membership import OtherHosts
+    from megatron_rl.sidecar.teachers import Teachers
     from megatron_rl.sidecar.user_environments import UserRollouts
 
 TOKEN_FILE = "token"
@@ -83,11 +84,14 @@ async def run(settings: SidecarSettings) -> None:
     make_private_folder(folder)
     async with contextlib.AsyncExitStack() as stack:
         pool, rollouts = build_rewards(settings, stack), _open_rollouts(settings)
-        for part in (pool, rollouts):
+        teachers = None
+        if settings.teachers:
+            teachers = load_part("teachers").open_teachers(settings, _count_threads(settings), stack)
+        for part in (pool, rollouts, teachers):
             if part is not None:
                 stack.push_async_callback(part.close)
         recorder = RunRecorder(
-            folder, settings.run, settings.rollout.retain_journals, _name_making(settings, pool, rollouts)
+            folder, settings.run, settings.rollout.retain_journals, _name_making(settings, pool, rollouts, teachers)
         )
         stack.callback(recorder.close)
         trace = SidecarTrace(
@@ -112,6 +116,7 @@ async def run(settings: SidecarSettings) -> None:
             actions = {
                 starting.REWARDS: _start_rewards(pool, settings),
                 **({} if rollouts is None else rollouts.list_starts()),
+                **({} if teachers is None else {starting.TEACHERS: teachers.start()}),
                 starting.FLAGS: _check_flags(settings.rollout),
                 starting.ENGINES: supervisor.start(num_engines),
                 starting.TOKENIZER: asyncio.to_thread(_build_decode, settings),
@@ -139,6 +144,7 @@ async def run(settings: SidecarSettings) -> None:
             conversations,
             dict if rollouts is None else rollouts.count,
             measure,
+            teachers,
         )
         stack.push_async_callback(service.close)
         loop.add_signal_handler(signal.SIGUSR1, lambda: print(json.dumps(service.status(), indent=2), file=sys.stderr))
@@ -197,9 +203,11 @@ def build_rewards(settings: SidecarSettings, stack: contextlib.AsyncExitStack) -
     return kinds[0] if is_alone else Rewards(kinds)
 
 
-def _name_making(settings: SidecarSettings, pool: RewardKind | None, rollouts: "UserRollouts | None") -> str:
+def _name_making(
+    settings: SidecarSettings, pool: RewardKind | None, rollouts: "UserRollouts | None", teachers: "Teachers | None"
+) -> str:
     """Name the way in which groups are made: those that were made in another way are not taken from the journal."""
-    identities = [part.identity for part in (pool, rollouts) if part is not None]
+    identities = [part.identity for part in (pool, rollouts, teachers) if part is not None]
     return " ".join(identities) + (" with experts" if settings.rollout.replay_routing else "")
 
 

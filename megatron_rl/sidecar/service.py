@@ -31,6 +31,7 @@ from megatron_rl.sidecar.supervisor import WeightsNotProven
 
 if TYPE_CHECKING:
     from megatron_rl.sidecar.hosts.membership import Hosts
+    from megatron_rl.sidecar.teachers import Teachers
 
 _log = logging.getLogger(__name__)
 
@@ -93,6 +94,7 @@ class RolloutService:
         conversations: GroupHolder | None = None,
         count_calls: Callable[[], Mapping[str, Any]] = dict,
         measure: Measure = measure_nothing,
+        teachers: "Teachers | None" = None,
     ):
         """Start without a lease. With `run`, no other run is served: the records belong to that run.
 
@@ -115,7 +117,7 @@ class RolloutService:
         self._measure = measure
         # Those of the last iteration.
         self._environment_times: wire.EnvironmentTimes | None = None
-        self._maker = GroupMaker(engines, scorer, self.counters, self._trace.recorder, conversations)
+        self._maker = GroupMaker(engines, scorer, self.counters, self._trace.recorder, conversations, teachers)
         self._submitted_at = 0.0
         self.iteration: Iteration | None = None
         self.evaluation: EvaluationRun | None = None

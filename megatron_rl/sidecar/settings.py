@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from megatron_rl.algorithm.settings import AlgorithmConfig, name_teachers
 from megatron_rl.config import hardware
 from megatron_rl.config.hardware import CoreShares
 from megatron_rl.config.settings import (
@@ -33,6 +34,7 @@ from megatron_rl.errors import InputError, UsageError
 from megatron_rl.flag import Flag, derive_flags
 from megatron_rl.flag_parser import ParsedFlags, make_parser, parse_words
 from megatron_rl.rewards import spec as reward_spec
+from megatron_rl.rewards.model_folders import check_folder
 from megatron_rl.shared.device_memory import DIVIDED_BY_USER, FLAG_OF_SHARING, EngineMemory
 from megatron_rl.shared.protocol.hosts import parse_place
 from megatron_rl.shared.protocol.wire import WIRE_VERSION, decode_json, encode_json
@@ -51,6 +53,7 @@ _SUBJECTS: dict[str, type] = {
     "rollout": RolloutConfig,
     "environment": EnvironmentConfig,
     "reward": RewardConfig,
+    "algorithm": AlgorithmConfig,
 }
 # The flags that the sidecar reads of these subjects.
 _SHARED = {
@@ -59,6 +62,7 @@ _SHARED = {
     "training": {"--seq-length"},
     "evaluation": {"--eval-command"},
     "observe": {"--trace"},
+    "algorithm": {"--teacher"},
 }
 
 # The flag of the gateway's address.
@@ -92,10 +96,16 @@ class SidecarSettings:
     weights_bridge: str | None = None
     """The family of the model as FILE.py:NAME; None for one of this package's."""
     eval_command: str | None = None
+    teacher: list[str] | None = None
 
     def read_architecture(self) -> Architecture | None:
         """Read the architecture in --hf-model; None if there is none."""
         return None if self.hf_model is None else read_architecture(self.hf_model, self.weights_bridge)
+
+    @property
+    def teachers(self) -> dict[str, Path]:
+        """The folders of teachers that engines compute, by the names of their models."""
+        return name_teachers(self.teacher, are_served=True)
 
     @property
     def folder(self) -> Path:
@@ -165,6 +175,7 @@ def resolve_for_run(settings: DraftSettings, folder: Path | None, cores: CoreSha
         environment=settings.environment,
         trace=settings.observe.trace,
         eval_command=settings.evaluation.eval_command,
+        teacher=settings.algorithm.teacher,
         needs_rewards=settings.algorithm.advantage != "none",
         tries_rewards=True,
     )
@@ -205,6 +216,7 @@ def parse(words: Sequence[str]) -> SidecarSettings:
         environment=EnvironmentConfig(**values["environment"]),
         trace=values["observe"].get("trace", "on"),
         eval_command=values["evaluation"].get("eval_command"),
+        teacher=values["algorithm"].get("teacher"),
     )
     settings = pick_devices(settings, num_ranks=0)
     architecture: Architecture | None = None
@@ -252,23 +264,52 @@ def problems(settings: SidecarSettings, architecture: Architecture | None, longe
     yield from reward_spec.problems(
         settings.reward, is_needed=settings.needs_rewards and not settings.environment.has_turns
     )
-    yield from _problems_of_judges(settings)
+    reward, rollout = settings.reward, settings.rollout
+    if reward.judge_vllm_args:
+        yield from importlib.import_module(_CHECKS["vllm"]).find_judge_problems(reward.judge_vllm_args)
+    has_judge = any(text.startswith("judge:") for text in reward.functions or ())
+    engines = [("engines compute", "--rollout-devices", rollout.devices or ())]
+    yield from _problems_of_server(settings, "judge", reward.judge_devices, has_judge, engines)
+    others = [*engines, ("the judge computes", "--judge-devices", reward.judge_devices or ())]
+    yield from _problems_of_server(settings, "teacher", rollout.teacher_devices, bool(settings.teachers), others)
+    yield from _problems_of_teachers(settings)
     yield from _problems_of_environments(settings)
 
 
-def _problems_of_judges(settings: SidecarSettings) -> Iterator[str]:
-    reward, devices = settings.reward, settings.reward.judge_devices
-    if reward.judge_vllm_args:
-        yield from importlib.import_module(_CHECKS["vllm"]).find_judge_problems(reward.judge_vllm_args)
+def _problems_of_server(
+    settings: SidecarSettings,
+    name: str,
+    devices: Sequence[int] | None,
+    is_there: bool,
+    others: Sequence[tuple[str, str, Sequence[int]]],
+) -> Iterator[str]:
+    """Yield each mistake in the devices of a server apart from the engines; `others` have theirs."""
+    flag = f"--{name}-devices"
     if settings.device == "cpu":
         if devices:
-            yield "--judge-devices names accelerators, and the judge computes on the CPU: drop it"
+            yield f"{flag} names accelerators, and the {name} computes on the CPU: drop it"
     elif devices:
-        yield from _problems_of_devices("--judge-devices", devices, hardware.list_visible_devices(settings.device))
-        if shared := " ".join(str(number) for number in devices if number in (settings.rollout.devices or ())):
-            yield f"--judge-devices: engines compute on {shared} (--rollout-devices): name other devices in one of them"
-    elif any(text.startswith("judge:") for text in reward.functions or ()):
-        yield "--judge-devices is missing: name the judge's accelerators, apart from those of ranks and engines"
+        yield from _problems_of_devices(flag, devices, hardware.list_visible_devices(settings.device))
+        for who, other, taken in others:
+            if shared := " ".join(str(number) for number in devices if number in taken):
+                yield f"{flag}: {who} on {shared} ({other}): name other devices in one of them"
+    elif is_there:
+        yield f"{flag} is missing: name the {name}'s accelerators, apart from those of ranks and engines"
+
+
+def _problems_of_teachers(settings: SidecarSettings) -> Iterator[str]:
+    devices, number = settings.rollout.teacher_devices or (), len(settings.teachers)
+    if devices and not number:
+        yield "--teacher-devices needs --teacher NAME=engines:FOLDER: add it, or drop the flag"
+    if number and settings.device != "cpu" and len(devices) % number:
+        yield f"--teacher-devices must name as many devices for each of {number} teachers, and names {len(devices)}"
+    for folder in settings.teachers.values():
+        try:
+            check_folder(str(folder), "--teacher engines")
+        except ValueError as error:
+            yield f"--teacher engines:{folder}: {error}"
+    if number and settings.seq_length is None:
+        yield "--seq-length is missing: name the most tokens of a sequence that teachers are asked about"
 
 
 def _problems_of_devices(flag: str, devices: Sequence[int], visible: Sequence[str]) -> Iterator[str]:
@@ -349,6 +390,7 @@ def _problems_of_engines(settings: SidecarSettings, architecture: Architecture |
     elif wanted > 0 and (visible := list_visible(settings)):
         # If there were enough, `pick_devices` would have named them.
         judge = ", its judge others" if settings.reward.judge_devices else ""
+        judge += ", its teachers others" if settings.rollout.teacher_devices else ""
         yield (
             f"{rollout.num_engines} engines of {rollout.tensor_parallel_size} devices are too many: {len(visible)} "
             f"devices are visible here, and the run's ranks have the first{judge}. Start fewer ranks or engines, show "
@@ -423,12 +465,13 @@ def list_visible(settings: SidecarSettings) -> list[str]:
 def pick_devices(settings: SidecarSettings, num_ranks: int) -> SidecarSettings:
     """Give engines devices, if none are named and enough are visible: those after the ranks', or the ranks' own.
 
-    The judge's are left out.
+    The judge's and the teachers' are left out.
     """
     rollout = settings.rollout
     if rollout.devices is not None or not list_visible(settings) or settings.device == "cpu":
         return settings
     num_wanted = rollout.num_engines * rollout.tensor_parallel_size
     first = 0 if rollout.is_colocated else num_ranks
-    picked = hardware.pick_devices(settings.device, first, num_wanted, settings.reward.judge_devices or ())
+    used = [*(settings.reward.judge_devices or ()), *(rollout.teacher_devices or ())]
+    picked = hardware.pick_devices(settings.device, first, num_wanted, used)
     return dataclasses.replace(settings, rollout=dataclasses.replace(rollout, devices=picked))

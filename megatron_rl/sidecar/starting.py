@@ -26,6 +26,7 @@ TRIALS_FILE = "trials"
 # The parts of a start, which run at the same time, in the order in which their errors count.
 REWARDS = "rewards"
 ENVIRONMENTS = "environments"
+TEACHERS = "teachers"
 FLAGS = "flags of vLLM"
 PARSERS = "parsers of vLLM"
 ENGINES = "engines"

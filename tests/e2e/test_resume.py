@@ -92,11 +92,13 @@ def words(world: loop.World, folder: Path, **changes) -> list[str]:
     return world.words("run", **{**flags, **changes})
 
 
-def killed(world: loop.World, name: str, world_size: int, faults: dict[int, str], **changes) -> Path:
+def killed(
+    world: loop.World, name: str, world_size: int, faults: dict[int, str], seconds: float = 120, **changes
+) -> Path:
     """Run, and check that the run was killed before its end."""
     folder = world.folder / name
     with loop.running(folder, world_size, words(world, folder, **changes), faults) as ranks:
-        codes = ranks.wait(120)
+        codes = ranks.wait(seconds)
     assert all(codes), f"{codes}\n{ranks.text()}"
     return folder
 

@@ -174,11 +174,19 @@ def engine(name: str = "0", **script: Any) -> ScriptedEngine:
 
 @contextlib.asynccontextmanager
 async def serving(
-    *engines: ScriptedEngine, memory: Any = None, scorer: Scorer | None = None, measure: Measure = measure_nothing
+    *engines: ScriptedEngine,
+    memory: Any = None,
+    scorer: Scorer | None = None,
+    measure: Measure = measure_nothing,
+    teachers: Any = None,
 ) -> AsyncIterator[RolloutService]:
     """Start a service that holds version 0, for the length of a test."""
     service = RolloutService(
-        Engines(*(engines or (engine(),))), scorer or RewardLength(), memory or Memory(), measure=measure
+        Engines(*(engines or (engine(),))),
+        scorer or RewardLength(),
+        memory or Memory(),
+        measure=measure,
+        teachers=teachers,
     )
     await service.take_lease("run")
     await service.publish(weights())

@@ -186,6 +186,33 @@ async def test_a_group_whose_task_was_cancelled_fails_the_iteration() -> None:
             await service.evaluated(0, 10)
 
 
+async def test_teachers_grade_groups_that_are_trained_on_alone_and_end_the_iteration_where_they_cannot() -> None:
+    class Grades:
+        def __init__(self, fails: bool) -> None:
+            self.fails, self.num_asked = fails, 0
+
+        async def teach(self, group: wire.Group) -> wire.Group:
+            self.num_asked += 1
+            if self.fails:
+                raise MegatronRLError(f"teacher: it gave no finite log-prob for {group.prompt.row}")
+            responses = [msgspec.structs.replace(one, teacher_log_probs=one.tokens) for one in group.responses]
+            return wire.Group(prompt=group.prompt, responses=responses)
+
+    teachers = Grades(fails=False)
+    async with serving(teachers=teachers) as service:
+        await service.evaluate(evaluation())
+        await service.evaluated(0, 10)
+        assert teachers.num_asked == 0
+        await service.submit(submission())
+        slots = await all_slots(service)
+        assert teachers.num_asked == 8
+        responses = [response for slot in slots.values() for part in slot.parts for response in part.responses]
+        assert all(response.teacher_log_probs == response.tokens for response in responses)
+    async with serving(teachers=Grades(fails=True)) as service:
+        await service.submit(submission())
+        assert "teacher: it gave no finite log-prob for row-" in await failure_of(service)
+
+
 async def test_a_claim_that_cannot_be_recorded_is_not_answered_and_fails_the_iteration_for_all() -> None:
     memory = Memory(refuses_claims=True)
     async with serving(memory=memory) as service:

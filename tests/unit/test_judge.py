@@ -17,6 +17,7 @@ from megatron_rl.rewards.spec import find_weights, parse_spec
 from megatron_rl.rewards.types import Misfit, RewardError, RewardRequest, RewardResult
 from megatron_rl.sidecar.engines import EngineLost, EngineRefused
 from megatron_rl.sidecar.judge import Judge
+from megatron_rl.sidecar.side_server import SideServer
 from tests.chat_models import CHATML, save_tokenizer
 from tests.reward_pools import request
 
@@ -61,9 +62,9 @@ class StandInServer:
 
 
 def make(config: RewardConfig, answers) -> tuple[Judge, StandInServer]:
-    judge, server = Judge(parse_spec(config.functions[0]), config, None, 1.0), StandInServer(answers)
-    judge._connection = server
-    return judge, server
+    asked, server = SideServer("judge", None, 1.0, config.judge_max_num_seqs), StandInServer(answers)
+    asked._connection = server
+    return Judge(parse_spec(config.functions[0]), config, asked), server
 
 
 def score(config: RewardConfig, answers, group: RewardRequest) -> tuple[RewardResult, StandInServer]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron_rl.errors import InputError
 
-WIRE_VERSION = 10
+WIRE_VERSION = 11
 MEDIA_TYPE = "application/vnd.megatron-rl+msgpack"
 
 T = TypeVar("T")
@@ -182,6 +182,8 @@ class Response(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     They are 0 for tokens that an environment wrote.
     """
+    teacher_log_probs: bytes | msgspec.UnsetType = msgspec.UNSET
+    """The log-probs of the tokens under a teacher that engines compute, at temperature 1; otherwise as `log_probs`."""
     finish_reason: FinishReason
     seed: int
     engine: str

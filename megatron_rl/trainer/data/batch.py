@@ -6,11 +6,13 @@ Letters: T tokens of the buffer, N targets, S responses of the micro-batch.
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
+import msgspec
 import numpy as np
 import torch
 
 from megatron_rl.algorithm.declaration import find_role
 from megatron_rl.config.settings import Settings
+from megatron_rl.errors import InputError
 from megatron_rl.ops import gated_delta
 from megatron_rl.ops.shared_prompt import BACKENDS
 from megatron_rl.ops.shared_prompt.layout import Layout
@@ -56,6 +58,8 @@ class Batch:
     advantage."""
     is_of_model_N: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict)
     """The targets of each model that not all groups need, by its name; models of no target are left out."""
+    known_N: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    """The log-probs of targets under models that engines compute, by name; NaN for targets of other models."""
     arrival: PendingCopy = PendingCopy()
     """The tensors' arrival on the device; wait for it before computing with them."""
 
@@ -115,6 +119,8 @@ class Batcher:
     """The model for which the experts that engines chose are laid out with the pack; None leaves them out."""
     choose: Callable[[GroupPart], str] | None = None
     """Function from a part to its model in a role of several; None if no role has several."""
+    served: Sequence[str] = ()
+    """The models that engines compute."""
 
     def batch(self, slot: Slot) -> Batch:
         """Pack the slot's groups, in their order."""
@@ -150,7 +156,31 @@ class Batcher:
             parts=tuple(slot.parts),
             turn_advantages_N=of_turns,
             is_of_model_N=self._choose_models(parts, pack),
+            known_N=self._read_served(parts, masks),
         )
+
+    def _read_served(self, parts: Sequence[GroupPart], masks: Sequence[np.ndarray]) -> dict[str, torch.Tensor]:
+        """Read the log-probs of models that engines compute; raise an InputError if one lacks a target's."""
+        if not self.served:
+            return {}
+        found, models, of_responses = [np.zeros(0, dtype="<f4")], dict.fromkeys(self.served[:1]), iter(masks)
+        if self.choose is not None:
+            models = {self.choose(part): None for part in parts}
+        for part in parts:
+            name = self.served[0] if self.choose is None else self.choose(part)
+            for response in part.responses:
+                mask, data = next(of_responses), response.teacher_log_probs
+                values = np.full(len(mask), np.nan, dtype="<f4")
+                if name in self.served and not isinstance(data, msgspec.UnsetType):
+                    values = decode_log_probs(data)
+                if name in self.served and (len(values) != len(mask) or not np.isfinite(values[mask]).all()):
+                    raise InputError(
+                        f"the group of prompt {part.prompt_index} ({part.row}), engine {response.engine}, has no "
+                        f"finite log-prob of {name} for each token: start the sidecar with the same --teacher"
+                    )
+                found.append(values[mask])
+        known_N = torch.from_numpy(np.concatenate(found))
+        return {name: known_N for name in models if name in self.served}
 
     def _choose_models(self, parts: Sequence[GroupPart], pack: Pack) -> dict[str, torch.Tensor]:
         if self.choose is None:

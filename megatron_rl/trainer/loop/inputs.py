@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from megatron_rl.algorithm.declaration import find_role
 from megatron_rl.algorithm.library import PREFERENCES
 from megatron_rl.algorithm.plug_ins import compare_plug_ins, find_roles
+from megatron_rl.algorithm.settings import name_teachers
 from megatron_rl.command_line.describe import describe_objective, describe_own_files
 from megatron_rl.command_line.run import RunSettings
 from megatron_rl.config.settings import Settings
@@ -71,8 +72,9 @@ class CheckedInputs:
 def check_inputs(settings: RunSettings) -> CheckedInputs:
     """Read the prompts; raise an error if weights, checkpoints, folder or environment do not fit the settings."""
     rows = read_prompts(settings.data) if settings.run.stage == "grpo" else None
-    if rows is not None and settings.frozen:
+    if rows is not None and settings.algorithm.teacher is not None:
         teachers = [name for name in settings.frozen if find_role(name) == "teacher"]
+        teachers += name_teachers(settings.algorithm.teacher, are_served=True)
         importlib.import_module(_TEACHER).check_choices(teachers, rows.trained)
     _check_weights(settings)
     check_save_folder(settings)
@@ -138,6 +140,8 @@ def _check_tokens(settings: Settings, prompts: PromptSource) -> None:
     for other in _list_others(settings):
         flag = flags.get(id(other), "--critic")
         importlib.import_module(_TEACHER).check_tokens(flag, other.model.hf_model, settings.model.hf_model, some)
+    for folder in name_teachers(settings.algorithm.teacher, are_served=True).values():
+        importlib.import_module(_TEACHER).check_tokens("--teacher", folder, settings.model.hf_model, some)
 
 
 def _check_weights(settings: Settings) -> None:

@@ -202,6 +202,7 @@ class PolicyStep(ForwardStep):
         of_models[POLICY] = policy_N.detach()
         results = {name: of_models[model] for name, model in assignment.results.items() if batch.needs(name)}
         old_N = results.pop(OLD)
+        results |= batch.known_N
         loss, statistics = self._objective.loss(
             RoleLogProbs(policy_N, old_N, _combine_models(results, batch), entropies_N, batch.is_of_model_N),
             batch.engine_log_probs_N,
