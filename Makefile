@@ -22,6 +22,7 @@ AXE := axe-core@4.14.1
 TRL_VENV := .venv-trl
 VERIFIERS_VENV := .venv-verifiers
 FRAMEWORKS_VENV := .venv-frameworks
+AG2_VENV := .venv-ag2
 SUITES_VENV := .venv-suites
 SUFFIX_VENV := .venv-suffix
 
@@ -110,10 +111,11 @@ test-trl: env ## losses beside TRL's, in an environment of its own
 	@tools/make_environment $(TRL_VENV) requirements/trl.lock --on $(VENV)
 	$(TRL_VENV)/bin/python -m pytest --target test-trl tests/trl
 
-test-frameworks: env ## agents of a dozen frameworks through the gateway, in an environment of their own
+test-frameworks: env ## agents of a dozen frameworks through the gateway, in environments of their own
 	@tools/make_environment $(FRAMEWORKS_VENV) requirements/frameworks.lock 3.11 $(PYTHON)
 	@npm install --silent --no-save --prefix $(FRAMEWORKS_VENV) @openai/codex@0.171.0 @anthropic-ai/claude-code@2.1.197
-	FRAMEWORKS_PYTHON=$(FRAMEWORKS_VENV)/bin/python $(VENV)/bin/python -m pytest --target test-frameworks tests/frameworks
+	@tools/make_environment $(AG2_VENV) requirements/ag2.lock --on $(FRAMEWORKS_VENV)
+	FRAMEWORKS_PYTHON=$(FRAMEWORKS_VENV)/bin/python AG2_PYTHON=$(AG2_VENV)/bin/python $(VENV)/bin/python -m pytest --target test-frameworks tests/frameworks
 
 test-suites: env ## lm-eval against megatron-rl serve, and schemathesis against the gateway, in an environment of their own
 	@tools/make_environment $(SUITES_VENV) requirements/suites.lock --on $(VENV)
@@ -235,5 +237,5 @@ figures: env ## draw the pictures in docs/images anew from figures.json
 	$(VENV)/bin/python -m tools.draw_figures
 
 clean: ## remove the environments and all caches
-	rm -rf $(VENV) $(PYTHON312_VENV) $(MCORE_VENV)* $(DOCS_VENV) $(NPU_VENV) $(TRL_VENV) $(VERIFIERS_VENV) $(SUITES_VENV) $(SUFFIX_VENV) $(REPORT_VENV) $(LAUNCH_VENV) $(CUDA_VENV) $(RIVAL_VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(PYTHON312_VENV) $(MCORE_VENV)* $(DOCS_VENV) $(NPU_VENV) $(TRL_VENV) $(VERIFIERS_VENV) $(FRAMEWORKS_VENV) $(AG2_VENV) $(SUITES_VENV) $(SUFFIX_VENV) $(REPORT_VENV) $(LAUNCH_VENV) $(CUDA_VENV) $(RIVAL_VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
