@@ -117,8 +117,10 @@ test-frameworks: env ## agents of a dozen frameworks through the gateway, in env
 	@tools/make_environment $(AG2_VENV) requirements/ag2.lock --on $(FRAMEWORKS_VENV)
 	FRAMEWORKS_PYTHON=$(FRAMEWORKS_VENV)/bin/python AG2_PYTHON=$(AG2_VENV)/bin/python $(VENV)/bin/python -m pytest --target test-frameworks tests/frameworks
 
-test-suites: env ## lm-eval against megatron-rl serve, and schemathesis against the gateway, in an environment of their own
+# With a Node of its own: MCP's suite needs 22, which Debian 12 lacks.
+test-suites: env ## lm-eval against megatron-rl serve, schemathesis against the gateway, MCP's suite against the example's client
 	@tools/make_environment $(SUITES_VENV) requirements/suites.lock --on $(VENV)
+	@npm install --silent --no-save --prefix $(SUITES_VENV) @modelcontextprotocol/conformance@0.1.16 node@22.23.3
 	$(SUITES_VENV)/bin/python -m pytest --target test-suites tests/suites
 
 test-verifiers: env ## a real environment server of verifiers, in an environment of its own
