@@ -26,7 +26,7 @@ AG2_VENV := .venv-ag2
 SUITES_VENV := .venv-suites
 SUFFIX_VENV := .venv-suffix
 
-.PHONY: help env test test-first test-all test-each-change test-each-change-kernels test-each-change-ranks test-each-change-runs test-each-change-benchmarks test-each-change-rest test-each-change-matrix lint types format test-slow test-clones test-anywhere test-anywhere-quick test-matrix test-matrix-quick test-npu test-trl test-verifiers test-frameworks test-suites test-suffix test-report test-cuda test-hosts test-launch test-launch-quick python312 cuda demo gpu-demo paying calculator mcp search coding agent recipes demo-core learning algorithms sparse teacher bench gpu-check gpu-bench gpu-first rival flags docs figures clean
+.PHONY: help env test test-first test-all test-each-change test-each-change-kernels test-each-change-ranks test-each-change-runs test-each-change-benchmarks test-each-change-rest test-each-change-matrix lint types format test-slow test-clones test-anywhere test-anywhere-quick test-matrix test-matrix-quick test-npu test-trl test-verifiers test-frameworks suites test-suites test-suffix test-report test-cuda test-hosts test-launch test-launch-quick python312 cuda demo gpu-demo paying calculator mcp search coding agent recipes demo-core learning algorithms sparse teacher bench gpu-check gpu-bench gpu-first rival flags docs figures clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -117,9 +117,11 @@ test-frameworks: env ## agents of a dozen frameworks through the gateway, in env
 	@tools/make_environment $(AG2_VENV) requirements/ag2.lock --on $(FRAMEWORKS_VENV)
 	FRAMEWORKS_PYTHON=$(FRAMEWORKS_VENV)/bin/python AG2_PYTHON=$(AG2_VENV)/bin/python $(VENV)/bin/python -m pytest --target test-frameworks tests/frameworks
 
-# With a Node of its own: MCP's suite needs 22, which Debian 12 lacks.
-test-suites: env ## lm-eval against megatron-rl serve, schemathesis against the gateway, MCP's suite against the example's client
+suites: env
 	@tools/make_environment $(SUITES_VENV) requirements/suites.lock --on $(VENV)
+
+# With a Node of its own: MCP's suite needs 22, which Debian 12 lacks.
+test-suites: suites ## lm-eval against megatron-rl serve, schemathesis against the gateway, MCP's suite against the example's client
 	@npm install --silent --no-save --prefix $(SUITES_VENV) @modelcontextprotocol/conformance@0.1.16 node@22.23.3
 	$(SUITES_VENV)/bin/python -m pytest --target test-suites tests/suites
 
@@ -131,9 +133,9 @@ test-suffix: env ## drafts from earlier responses on a real vLLM, with arctic-in
 	@tools/make_environment $(SUFFIX_VENV) requirements/suffix.lock --on $(VENV)
 	$(SUFFIX_VENV)/bin/python -m pytest --target test-suffix -m slow -k suffix tests/sidecar/test_vllm_speculation.py
 
-OF_CLONES = $(if $(MEGATRON_LM),tests/unit/test_patches.py) $(if $(MEGATRON_LM_TREES),tests/unit/test_upstream_rl.py) $(if $(TRANSFORMER_ENGINE),tests/unit/test_transformer_engine.py)
-test-clones: env ## beside sources of other projects: MEGATRON_LM= a clone, MEGATRON_LM_TREES= trees, TRANSFORMER_ENGINE= a release
-	$(VENV)/bin/python -m pytest --target test-clones $(or $(strip $(OF_CLONES)),$(error name at least one of them))
+OF_CLONES = $(if $(MEGATRON_LM),tests/unit/test_patches.py) $(if $(MEGATRON_LM_TREES),tests/unit/test_upstream_rl.py) $(if $(TRANSFORMER_ENGINE),tests/unit/test_transformer_engine.py) $(if $(VLLM_TESTS),tests/suites/test_vllm_suite.py)
+test-clones: $(if $(VLLM_TESTS),suites,env) ## beside sources of other projects: MEGATRON_LM= a clone, MEGATRON_LM_TREES= trees, TRANSFORMER_ENGINE= a release, VLLM_TESTS= vLLM's
+	$(if $(VLLM_TESTS),$(SUITES_VENV),$(VENV))/bin/python -m pytest --target test-clones $(or $(strip $(OF_CLONES)),$(error name at least one of them))
 
 test-anywhere: env ## on other processors, with other threads, in other folders: what depends on them; 5 minutes
 	$(VENV)/bin/python -m tools.test_anywhere
