@@ -22,11 +22,12 @@ AXE := axe-core@4.14.1
 TRL_VENV := .venv-trl
 VERIFIERS_VENV := .venv-verifiers
 FRAMEWORKS_VENV := .venv-frameworks
+AG2_VENV := .venv-ag2
 SUITES_VENV := .venv-suites
 SUFFIX_VENV := .venv-suffix
 GYM_VENV := .venv-gym
 
-.PHONY: help env test test-first test-all test-each-change test-each-change-kernels test-each-change-ranks test-each-change-runs test-each-change-benchmarks test-each-change-rest test-each-change-matrix lint types format test-slow test-clones test-anywhere test-anywhere-quick test-matrix test-matrix-quick test-npu test-trl test-verifiers test-frameworks test-recipes test-suites test-suffix test-report test-cuda test-hosts test-launch test-launch-quick python312 cuda demo gpu-demo paying calculator mcp search coding openai-agents langgraph gym gym-environment frameworks agent recipes demo-core learning algorithms sparse teacher bench gpu-check gpu-bench gpu-first rival flags docs figures clean
+.PHONY: help env test test-first test-all test-each-change test-each-change-kernels test-each-change-ranks test-each-change-runs test-each-change-benchmarks test-each-change-rest test-each-change-matrix lint types format test-slow test-clones test-anywhere test-anywhere-quick test-matrix test-matrix-quick test-npu test-trl test-verifiers test-frameworks test-recipes suites test-suites test-suffix test-report test-cuda test-hosts test-launch test-launch-quick python312 cuda demo gpu-demo paying calculator mcp search coding openai-agents langgraph gym gym-environment frameworks agent recipes demo-core learning algorithms sparse teacher bench gpu-check gpu-bench gpu-first rival flags docs figures clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -114,15 +115,20 @@ test-trl: env ## losses beside TRL's, in an environment of its own
 frameworks:
 	@tools/make_environment $(FRAMEWORKS_VENV) requirements/frameworks.lock 3.11 $(PYTHON)
 
-test-frameworks: env frameworks ## agents of a dozen frameworks through the gateway, in an environment of their own
+test-frameworks: env frameworks ## agents of a dozen frameworks through the gateway, in environments of their own
 	@npm install --silent --no-save --prefix $(FRAMEWORKS_VENV) @openai/codex@0.171.0 @anthropic-ai/claude-code@2.1.197
-	FRAMEWORKS_PYTHON=$(FRAMEWORKS_VENV)/bin/python $(VENV)/bin/python -m pytest --target test-frameworks tests/frameworks
+	@tools/make_environment $(AG2_VENV) requirements/ag2.lock --on $(FRAMEWORKS_VENV)
+	FRAMEWORKS_PYTHON=$(FRAMEWORKS_VENV)/bin/python AG2_PYTHON=$(AG2_VENV)/bin/python $(VENV)/bin/python -m pytest --target test-frameworks tests/frameworks
 
 test-recipes: frameworks gym-environment ## recipes with reasoning-gym and with agents of frameworks, on a real vLLM
 	FRAMEWORKS_VENV=$(FRAMEWORKS_VENV) $(GYM_VENV)/bin/python -m pytest --target test-recipes tests/libraries
 
-test-suites: env ## lm-eval against megatron-rl serve, and schemathesis against the gateway, in an environment of their own
+suites: env
 	@tools/make_environment $(SUITES_VENV) requirements/suites.lock --on $(VENV)
+
+# With a Node of its own: MCP's suite needs 22, which Debian 12 lacks.
+test-suites: suites ## lm-eval against megatron-rl serve, schemathesis against the gateway, MCP's suite against the example's client
+	@npm install --silent --no-save --prefix $(SUITES_VENV) @modelcontextprotocol/conformance@0.1.16 node@22.23.3
 	$(SUITES_VENV)/bin/python -m pytest --target test-suites tests/suites
 
 test-verifiers: env ## a real environment server of verifiers, in an environment of its own
@@ -133,9 +139,9 @@ test-suffix: env ## drafts from earlier responses on a real vLLM, with arctic-in
 	@tools/make_environment $(SUFFIX_VENV) requirements/suffix.lock --on $(VENV)
 	$(SUFFIX_VENV)/bin/python -m pytest --target test-suffix -m slow -k suffix tests/sidecar/test_vllm_speculation.py
 
-OF_CLONES = $(if $(MEGATRON_LM),tests/unit/test_patches.py) $(if $(MEGATRON_LM_TREES),tests/unit/test_upstream_rl.py) $(if $(TRANSFORMER_ENGINE),tests/unit/test_transformer_engine.py) $(if $(NEMO_RL),tests/unit/test_nemo_rl.py)
-test-clones: env ## beside sources of other projects: MEGATRON_LM= a clone, MEGATRON_LM_TREES= trees, TRANSFORMER_ENGINE= a release, NEMO_RL= a clone
-	$(VENV)/bin/python -m pytest --target test-clones $(or $(strip $(OF_CLONES)),$(error name at least one of them))
+OF_CLONES = $(if $(MEGATRON_LM),tests/unit/test_patches.py) $(if $(MEGATRON_LM_TREES),tests/unit/test_upstream_rl.py) $(if $(TRANSFORMER_ENGINE),tests/unit/test_transformer_engine.py) $(if $(NEMO_RL),tests/unit/test_nemo_rl.py) $(if $(VLLM_TESTS),tests/suites/test_vllm_suite.py)
+test-clones: $(if $(VLLM_TESTS),suites,env) ## beside sources of other projects: MEGATRON_LM= a clone, MEGATRON_LM_TREES= trees, TRANSFORMER_ENGINE= a release, NEMO_RL= a clone, VLLM_TESTS= vLLM's
+	$(if $(VLLM_TESTS),$(SUITES_VENV),$(VENV))/bin/python -m pytest --target test-clones $(or $(strip $(OF_CLONES)),$(error name at least one of them))
 
 test-anywhere: env ## on other processors, with other threads, in other folders: what depends on them; 5 minutes
 	$(VENV)/bin/python -m tools.test_anywhere
@@ -255,5 +261,5 @@ figures: env ## draw the pictures in docs/images anew from figures.json
 	$(VENV)/bin/python -m tools.draw_figures
 
 clean: ## remove the environments and all caches
-	rm -rf $(VENV) $(PYTHON312_VENV) $(MCORE_VENV)* $(DOCS_VENV) $(NPU_VENV) $(TRL_VENV) $(VERIFIERS_VENV) $(FRAMEWORKS_VENV) $(SUITES_VENV) $(SUFFIX_VENV) $(GYM_VENV) $(REPORT_VENV) $(LAUNCH_VENV) $(CUDA_VENV) $(RIVAL_VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(PYTHON312_VENV) $(MCORE_VENV)* $(DOCS_VENV) $(NPU_VENV) $(TRL_VENV) $(VERIFIERS_VENV) $(FRAMEWORKS_VENV) $(AG2_VENV) $(SUITES_VENV) $(SUFFIX_VENV) $(GYM_VENV) $(REPORT_VENV) $(LAUNCH_VENV) $(CUDA_VENV) $(RIVAL_VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

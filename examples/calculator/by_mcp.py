@@ -7,29 +7,32 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import calculator
-from mcp import Client, StdioServerParameters, stdio_client
+from mcp import Client, StdioServerParameters
 
 COMMAND = StdioServerParameters(command=sys.executable, args=[str(Path(__file__).parent / "mcp_server.py")])
 
 
 class Server:
-    """A server of MCP over its standard streams, for all conversations of this process; the first call starts it."""
+    """A server of MCP, a command or a URL, for all conversations of this process; the first call connects."""
 
-    def __init__(self, command: StdioServerParameters) -> None:
-        self._command = command
+    def __init__(self, server: StdioServerParameters | str) -> None:
+        self._server = server
         self._starting = threading.Lock()
         self._client: Future[Client] | None = None
         self._loop = asyncio.new_event_loop()
 
-    def call(self, tool: str, **arguments: object) -> str:
-        """Call a tool; raise a ValueError with its text if it fails."""
+    def connect(self) -> Client:
         with self._starting:
             if self._client is None:
                 self._client = Future()
                 threading.Thread(
                     target=self._loop.run_until_complete, args=(self._run(self._client),), daemon=True
                 ).start()
-        calling = self._client.result().call_tool(tool, arguments)
+        return self._client.result()
+
+    def call(self, tool: str, **arguments: object) -> str:
+        """Call a tool; raise a ValueError with its text if it fails."""
+        calling = self.connect().call_tool(tool, arguments)
         result = asyncio.run_coroutine_threadsafe(calling, self._loop).result()
         text = "".join(getattr(part, "text", "") for part in result.content)
         if result.is_error:
@@ -38,7 +41,7 @@ class Server:
 
     async def _run(self, client: Future[Client]) -> None:
         try:
-            async with Client(stdio_client(self._command)) as connected:
+            async with Client(self._server) as connected:
                 client.set_result(connected)
                 # Until the worker ends.
                 await asyncio.Event().wait()

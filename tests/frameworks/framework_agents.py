@@ -211,6 +211,14 @@ def google_adk(model: str, **row: Any) -> dict[str, float]:
     return count(asyncio.run(InMemoryRunner(agent).run_debug(TASK)))
 
 
+async def ag2(model: str, **row: Any) -> dict[str, float]:
+    from ag2 import Agent, tool
+    from ag2.config import OpenAIConfig
+
+    agent = Agent("calculator", "You compute.", config=OpenAIConfig(model=model), tools=[*map(tool, TOOLS.values())])
+    return count((await agent.ask(TASK)).body)
+
+
 def dspy_predict(model: str, **row: Any) -> dict[str, float]:
     """Act by text: dspy asks for its fields in a format of its own, and calls no tools of the interface."""
     import dspy

@@ -33,6 +33,7 @@ OUTCOMES: dict[str, tuple[int, int, int, str]] = {
     "instructor": (1, 0, 2, "tool_choice"),
     "litellm": (3, 0, 2, ""),
     "google_adk": (3, 0, 2, ""),
+    "ag2": (3, 0, 2, ""),
     "dspy_predict": (1, 0, 0, ""),
     "mini_swe_agent": (3, 0, 3, ""),
 }
@@ -53,7 +54,8 @@ def test_a_program_of_npm_acts_through_the_gateway_as_it_is(name: str, capfd) ->
 @pytest.mark.parametrize("name", OUTCOMES)
 def test_an_agent_of_a_framework_acts_through_the_gateway_as_it_is(name: str, capfd) -> None:
     num_calls, num_branches, num_tools, advised = OUTCOMES[name]
-    words = ["try-agent", f"{AGENTS}:{name}", "--rollout-agent-python", str(PYTHON)]
+    python = os.environ["AG2_PYTHON"] if name == "ag2" else str(PYTHON)
+    words = ["try-agent", f"{AGENTS}:{name}", "--rollout-agent-python", python]
     words += ["--answer", FIELDS] if name == "dspy_predict" else []
     assert main([*words, "--rollout-gateway-advise"]) == ExitCode.OK
     printed = capfd.readouterr().out

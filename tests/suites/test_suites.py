@@ -1,4 +1,4 @@
-"""Suites as published: lm-eval against `megatron-rl serve`, and schemathesis against the gateway.
+"""Suites as published: lm-eval for `megatron-rl serve`, schemathesis for the gateway, MCP's for the example's client.
 
 `make test-suites` runs it.
 """
@@ -110,3 +110,32 @@ def test_schemathesis_finds_no_fault_of_the_gateway(gateway: FuzzedGateway, tmp_
     # Calls were answered on each interface, and refused.
     for path in SCHEMA["paths"]:
         assert {200, 400} <= {status for (one, status) in gateway.statuses if one == path}, path
+
+
+# What must succeed in each scenario that is about tools, and what the client prints. The other scenarios are about
+# logins and about questions to a user: the example has neither.
+SCENARIOS = {
+    "initialize": ({"mcp-client-initialization"}, "test-server"),
+    "tools_call": ({"tool-add-numbers"}, "The sum of 20 and 22 is 42"),
+    # A third check asks the clock.
+    "sse-retry": (
+        {"client-sse-graceful-reconnect", "client-sse-last-event-id"}, "Reconnection test completed successfully"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_the_examples_client_of_mcp_conforms(name: str, tmp_path: Path) -> None:
+    checked, printed = SCENARIOS[name]
+    programs = Path(sys.prefix) / "node_modules" / ".bin"
+    client = f"{sys.executable} {Path(__file__).with_name('mcp_client.py')}"
+    command = [programs / "conformance", "client", "--scenario", name, "--command", client, "--output-dir", tmp_path]
+    found = subprocess.run(
+        command, env={**os.environ, "PATH": f"{programs}:{os.environ['PATH']}"}, capture_output=True, text=True,
+        timeout=300,
+    )  # fmt: skip
+    print(found.stdout[-6000:], found.stderr[-2000:])
+    (folder,) = tmp_path.iterdir()
+    statuses = {check["id"]: check["status"] for check in json.loads((folder / "checks.json").read_text())}
+    assert {statuses.get(check) for check in checked} == {"SUCCESS"}
+    assert (folder / "stdout.txt").read_text() == f"{printed}\n"
