@@ -44,6 +44,7 @@ _COMMANDS = {
         "megatron_rl.commands.try_agent:main",
         "have an agent act once, with a stand-in policy that calls its tools",
     ),
+    "verify": ("megatron_rl.verify.command:main", "compare a running vLLM server's weights with a folder, bit for bit"),
 }
 
 

@@ -30,7 +30,7 @@ LAYERS = (
     {"trainer.loop"},
     {"trainer.recipe"},
     {"recipe", "__main__"},
-    {"analysis", "commands", "drift", "launch", "migrate"},
+    {"analysis", "commands", "drift", "launch", "migrate", "verify"},
     {"cli"},
 )
 # Folders in which a file imports the folder's own `__init__.py`, which imports the file.
@@ -44,7 +44,7 @@ OWNERS = {
     "megatron.training": {"trainer.recipe"},
     "mindspeed": {"platforms"},
     "torch_npu": {"platforms", "ops"},
-    "vllm": {"sidecar", "trainer.mcore"},
+    "vllm": {"sidecar", "trainer.mcore", "verify"},
     "ray": {"sidecar"},
     "triton": {"ops"},
     "flash_attn": {"ops"},

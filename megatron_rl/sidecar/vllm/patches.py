@@ -89,7 +89,7 @@ def patch_on_cpu(model: Any, config: Any) -> Mapping[str, str]:
         "products_patch": "not needed: no adapters",
     }
     if has_experts(model):
-        reports["moe_patch"] = _patch_experts()
+        reports["moe_patch"] = patch_experts()
     if config.speculative_config is not None:
         reports["draft_patch"] = patch_expansion(importlib.import_module("vllm.v1.sample.rejection_sampler"))
     if config.lora_config is not None:
@@ -98,7 +98,7 @@ def patch_on_cpu(model: Any, config: Any) -> Mapping[str, str]:
     return reports
 
 
-def _patch_experts() -> str:
+def patch_experts() -> str:
     try:
         from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
     except ImportError:

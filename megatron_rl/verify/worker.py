@@ -1,0 +1,246 @@
+"""A worker extension of vLLM that compares what its model holds with a folder, bit for bit, and changes nothing.
+
+vLLM loads the folder as it does when it is told to load weights anew: it divides, stacks, quantizes and packs them,
+layer by layer. Only its last step is another: where it copies a layer's new tensors over those that are in use, the two
+are compared here, and the new ones are let go. So whatever vLLM can load anew can be compared, in the memory of one
+more layer.
+
+Invariants:
+
+- after a comparison, with whatever end, the model holds the tensors that it held before, with the same bits;
+- a tensor counts as equal only if its bits were compared; all others are listed with the reason.
+"""
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_rl.sidecar.vllm import patches
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_PACKED = "cpu_linear"
+"""The attribute of a layer whose weights vLLM has packed for a CPU: the function that multiplies by them."""
+_ROWS_AT_ONCE, _NUMBERS_AT_ONCE = 512, 1 << 24
+
+
+class Verifier:
+    """Mixed into vLLM's worker, by `--worker-extension-cls megatron_rl.verify.worker.Verifier`."""
+
+    rank: int
+    model_runner: Any
+    vllm_config: Any
+
+    def megatron_rl_verify(self, folder: str) -> dict[str, Any]:
+        """Compare the model with the safetensors of a folder on this host; answer plain data."""
+        from vllm.model_executor.model_loader.reload.inplace import reload_weights
+
+        model, files = self.model_runner.get_model(), sorted(Path(folder).glob("*.safetensors"))
+        if not files:
+            return {"rank": self.rank, "error": f"{folder} has no safetensors on the engine's host"}
+        if patches.has_experts(model):
+            # Without it vLLM 0.32 does not pack experts again on a CPU.
+            patches.patch_experts()
+        comparison = Comparison(model)
+        try:
+            with torch.no_grad(), _replaced(comparison, model), _comparing(comparison):
+                reload_weights(self.vllm_config, model, _read(files), None, is_checkpoint_format=True)
+                comparison.compare_tied()
+        except Exception as error:
+            return {"rank": self.rank, "error": f"vLLM cannot load {folder} into this model: {error!r}"}
+        return {"rank": self.rank, **comparison.describe()}
+
+
+def _read(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
+    from safetensors import safe_open
+
+    for path in files:
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                yield name, file.get_tensor(name)
+
+
+class Comparison:
+    """The tensors of a model that were compared, and the differences."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._names = {layer: name for name, layer in model.named_modules()}
+        self._compared: set[str] = set()
+        self._differences: dict[str, dict[str, Any]] = {}
+        self._unknown: dict[str, str] = {}
+
+    def compare(self, layer: torch.nn.Module, name: str, held: torch.Tensor, wanted: torch.Tensor) -> None:
+        whole = self.name(layer, name)
+        self._compared.add(whole)
+        if (held.shape, held.dtype) != (wanted.shape, wanted.dtype):
+            kinds = [f"{str(one.dtype).removeprefix('torch.')} {list(one.shape)}" for one in (held, wanted)]
+            self._differences[whole] = {"held": kinds[0], "wanted": kinds[1]}
+            return
+        first, count, largest = -1, 0, 0.0
+        flat = [one.detach().contiguous().flatten() for one in (held, wanted.to(held.device))]
+        kind = _INTEGERS[held.element_size()]
+        # In parts: little memory is free beside a model.
+        for number, (ours, theirs) in enumerate(zip(*(one.split(_NUMBERS_AT_ONCE) for one in flat), strict=True)):
+            places = (ours.view(kind) != theirs.view(kind)).nonzero().flatten()
+            if len(places):
+                first = number * _NUMBERS_AT_ONCE + int(places[0]) if first < 0 else first
+                away = (ours[places].double() - theirs[places].double()).abs().max()
+                count, largest = count + len(places), max(largest, float(away.nan_to_num(nan=math.inf)))
+        if count:
+            # As text, because JSON has no numbers that are not finite.
+            self._differences[whole] = {
+                "numbers": count,
+                "of": held.numel(),
+                "first": [int(place) for place in torch.unravel_index(torch.tensor(first), held.shape)],
+                "held": f"{float(flat[0][first]):.9g}",
+                "wanted": f"{float(flat[1][first]):.9g}",
+                "largest": f"{largest:.3g}",
+            }
+
+    def name(self, layer: torch.nn.Module, name: str) -> str:
+        return f"{self._names[layer]}.{name}".removeprefix(".")
+
+    def note_unknown(self, layer: torch.nn.Module, name: str, reason: str) -> None:
+        self._unknown[self.name(layer, name)] = reason
+
+    def compare_tied(self) -> None:
+        """Compare the packed copies of weights that another layer holds: vLLM loads only that layer."""
+        for layer in self._names:
+            multiply, weight = layer.__dict__.get(_PACKED), layer._parameters.get("weight")
+            if multiply is not None and weight is not None and weight.dim() == 2:
+                self.compare(layer, "weight (packed)", _unpack(layer, multiply, weight), weight)
+
+    def describe(self) -> dict[str, Any]:
+        tensors = dict(self._model.named_parameters(remove_duplicate=False))
+        others = {name for name, tensor in tensors.items() if tensor.numel()} - self._compared - self._unknown.keys()
+        same = {tensors[name].data_ptr() for name in self._compared & tensors.keys()}
+        left = {name: "the folder has no weights for it" for name in others if tensors[name].data_ptr() not in same}
+        return {
+            "compared": len(self._compared),
+            "different": {name: self._differences[name] for name in sorted(self._differences)},
+            "unknown": dict(sorted({**left, **self._unknown}.items())),
+        }
+
+
+def _unpack(layer: Any, multiply: Callable[..., torch.Tensor], weight: torch.Tensor) -> torch.Tensor:
+    """Return the weights of a packed layer: its products with unit vectors, which no rounding changes."""
+    eye = torch.eye(weight.shape[1], dtype=weight.dtype)
+    return torch.cat([multiply(rows, layer.weight, None) for rows in eye.split(_ROWS_AT_ONCE)]).t()
+
+
+@contextlib.contextmanager
+def _replaced(comparison: Comparison, model: torch.nn.Module) -> Iterator[None]:
+    """Have vLLM load into copies, in this context, what it loads where it is; then compare what was loaded."""
+    from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
+    from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+
+    loaded: set[tuple[torch.nn.Module, str]] = set()
+
+    def note(place: tuple[torch.nn.Module, str], load: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(load)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            loaded.add(place)
+            return load(*args, **kwargs)
+
+        return call
+
+    kept = []
+    for layer in model.modules():
+        places: list[dict[str, Any]] = [layer._parameters, layer._buffers]
+        for tensors in places:
+            for name in tensors.keys() & SKIP_TENSORS:
+                if (held := tensors[name]) is not None:
+                    copy: Any = held.detach().clone()
+                    copy.__class__, copy.__dict__ = held.__class__, {**vars(held)}
+                    copy.weight_loader = note((layer, name), getattr(held, "weight_loader", default_weight_loader))
+                    kept.append((layer, name, tensors, held))
+                    tensors[name] = copy
+    try:
+        yield
+        for layer, name, _, held in kept:
+            if (layer, name) in loaded:
+                comparison.compare(layer, name, held, getattr(layer, name))
+    finally:
+        for _, name, tensors, held in kept:
+            tensors[name] = held
+
+
+@contextlib.contextmanager
+def _comparing(comparison: Comparison) -> Iterator[None]:
+    """Have vLLM compare in place of its copies, in this context; then put back all that it moved."""
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    process, attend = layerwise._layerwise_process, layerwise._finalize_attention_layer
+    copy, place = layerwise._copy_and_restore_kernel_tensors, layerwise._place_kernel_tensors
+
+    def compare_tensors(layer: torch.nn.Module, info: Any) -> None:
+        parameters, buffers = info.kernel_tensors
+        loaded = {name for name, _ in info.loaded_weights}
+        fixed = info.kernel_non_persistent_buffers - loaded
+        for name, held in {**parameters, **{name: one for name, one in buffers.items() if name not in fixed}}.items():
+            found = getattr(layer, name, held)
+            if held.numel() and found is not held:
+                comparison.compare(layer, name, held, found)
+        place(layer, info)
+
+    def compare_layer(layer: Any, info: Any) -> None:
+        meta = layer._parameters.get("weight")
+        with _kept(comparison, layer, meta):
+            process(layer, info)
+
+    def compare_attention(layer: Any, info: Any, config: Any) -> None:
+        # It derives tensors from those of another layer, and writes them where they are.
+        parameters, _ = info.kernel_tensors or ({}, {})
+        kept = {name: one.detach().clone() for name, one in parameters.items()}
+        with _kept(comparison, layer, None):
+            attend(layer, info, config)
+        for name, held in kept.items():
+            found = getattr(layer, name)
+            comparison.compare(layer, name, held, found)
+            found.data = held if found.shape != held.shape else found.data.copy_(held)
+
+    names = ("_layerwise_process", "_finalize_attention_layer", "_copy_and_restore_kernel_tensors")
+    for name, function in zip(names, (compare_layer, compare_attention, compare_tensors), strict=True):
+        setattr(layerwise, name, function)
+    try:
+        yield
+    finally:
+        for name, function in zip(names, (process, attend, copy), strict=True):
+            setattr(layerwise, name, function)
+        for layer in comparison._names:
+            info = layerwise.get_layerwise_info(layer)
+            if info.can_load() and info.kernel_tensors is not None:
+                place(layer, info)
+                info.reset()
+
+
+@contextlib.contextmanager
+def _kept(comparison: Comparison, layer: Any, weight: torch.Tensor | None) -> Iterator[None]:
+    """Put back the attributes of a layer, and of what quantizes it, that change in this context; compare the tensors.
+
+    `weight` has the shape of the layer's weight before it is packed.
+    """
+    owners = [layer, *filter(None, [getattr(layer, "quant_method", None)])]
+    before = [dict(vars(owner)) for owner in owners]
+    try:
+        yield
+        for owner, kept in zip(owners, before, strict=True):
+            for name, found in vars(owner).items():
+                held = kept.get(name)
+                if found is held or name in ("_parameters", "_buffers"):
+                    continue
+                if name == _PACKED and weight is not None and held is not None:
+                    comparison.compare(layer, "weight", _unpack(layer, held, weight), _unpack(layer, found, weight))
+                elif isinstance(found, torch.Tensor) and isinstance(held, torch.Tensor):
+                    comparison.compare(layer, name, held, found)
+                elif callable(found) or isinstance(found, torch.Tensor):
+                    comparison.note_unknown(layer, name, f"{type(found).__name__} made from the weights")
+    finally:
+        for owner, kept in zip(owners, before, strict=True):
+            vars(owner).clear()
+            vars(owner).update(kept)
