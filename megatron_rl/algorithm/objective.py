@@ -1,7 +1,8 @@
 """The part of a micro-batch in the loss of its update, and the statistics that it reports.
 
 A micro-batch gives a sum and its share of a denominator. The update's denominator is the sum of these shares over all
-micro-batches of all replicas, and divides once, at the end. So nothing depends on how responses are packed.
+micro-batches of all replicas, and divides once, at the end. So nothing depends on how responses are packed, but what
+KTO compares pairs with: a mean over the micro-batch.
 
 Letters: N targets, S responses of the micro-batch, P pairs.
 """

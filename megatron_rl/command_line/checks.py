@@ -349,6 +349,8 @@ def _list_readers(settings: Settings) -> Iterator[tuple[bool, str, str, str]]:
         settings.service.endpoint is None or settings.algorithm.filter_groups or settings.algorithm.advantage == "gdpo"
     )
     yield is_ours, "beside --rollout-endpoint, whose sidecar gives the rewards", "reward", "functions"
+    has_sidecar = settings.service.endpoint is None
+    yield has_sidecar, "beside --rollout-endpoint, whose sidecar starts teachers", "rollout", "teacher_devices"
     is_saved, is_exported = checkpoint.save is not None, checkpoint.save_hf is not None
     is_interleaved = config.virtual_pipeline_model_parallel_size is not None
     is_wsd = settings.schedule.lr_decay_style == "WSD"

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from megatron_rl.algorithm.plug_ins import describe_plug_ins
-from megatron_rl.algorithm.settings import name_teachers
 from megatron_rl.command_line import resolve
 from megatron_rl.command_line.flags import find_other_defaults, list_flags
 from megatron_rl.command_line.other_projects import Project, read_projects
@@ -321,7 +320,7 @@ def _list_objective(settings: DraftSettings) -> Iterator[tuple[str, str]]:
 
 
 def _list_hashes(settings: DraftSettings) -> Iterator[tuple[Path, str]]:
-    """Yield files and models of rewards, agents, environments and engines, with hashes; one elsewhere has none."""
+    """Yield files and models of rewards, agents and environments, with hashes; one on another host has none."""
     specs = parse_specs(settings.reward.functions or (), settings.reward.timeout)
     named = (settings.environment.source, settings.environment.agent)
     others = [source.rpartition(":")[0] for source in named if source is not None and names_function(source)]
@@ -333,7 +332,6 @@ def _list_hashes(settings: DraftSettings) -> Iterator[tuple[Path, str]]:
     ]:
         with contextlib.suppress(OSError):
             yield Path(path), f"sha256 {hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]}"
-    folders = [Path(str(spec.argument)) for spec in specs if spec.source in (CLASSIFIER, JUDGE)]
-    for folder in [*folders, *name_teachers(settings.algorithm.teacher, are_served=True).values()]:
+    for folder in [Path(str(spec.argument)) for spec in specs if spec.source in (CLASSIFIER, JUDGE)]:
         with contextlib.suppress(OSError):
             yield folder, f"blake3 {hash_folder(folder)[:12]}"

@@ -79,6 +79,8 @@ class DraftSettings(Subjects):
     frozen: "Mapping[str, DraftSettings]" = dataclasses.field(default_factory=dict)
     # The same with the critic's model, optimizer and gradient buffers; None without --critic.
     critic: "DraftSettings | None" = None
+    # The hashes of the teachers that engines compute, by the model's name; they are read when the run starts.
+    served: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def has_held_out(self) -> bool:

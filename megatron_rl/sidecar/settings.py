@@ -442,6 +442,12 @@ def check_sharing(settings: SidecarSettings, num_ranks: int) -> Iterator[str]:
             f"{FLAG_OF_SHARING} with --rollout-transport {rollout.transport}: ranks and engines on one device cannot "
             "be in one group of its collectives: write --rollout-transport shm, which copies on the device"
         )
+    for flag, devices in (
+        ("--judge-devices", settings.reward.judge_devices or ()),
+        ("--teacher-devices", rollout.teacher_devices or ()),
+    ):
+        if shared := " ".join(str(number) for number in devices if number < num_ranks):
+            yield f"{flag}: ranks compute on {shared}: name devices from {num_ranks} on"
     if rollout.devices is None:
         return
     named = " ".join(map(str, rollout.devices))

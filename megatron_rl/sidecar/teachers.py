@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -32,28 +32,37 @@ _STEP_TOKENS = 2048
 
 
 class Teachers:
-    def __init__(self, servers: Mapping[str, SideServer], identity: str) -> None:
-        self.identity = identity
-        self._servers = servers
+    def __init__(self, servers: Mapping[str, SideServer], hashes: Mapping[str, str], flags: Sequence[str] = ()) -> None:
+        """`hashes` are those of the servers' folders."""
+        self.identity = json.dumps([hashes, flags])
+        self._servers, self._hashes = servers, hashes
 
     async def start(self) -> None:
-        await asyncio.gather(*(server.start() for server in self._servers.values()))
+        async with asyncio.TaskGroup() as group:
+            for server in self._servers.values():
+                group.create_task(server.start())
 
     async def close(self) -> None:
         await asyncio.gather(*(server.close() for server in self._servers.values()))
 
     async def teach(self, group: Group) -> Group:
         """Add log-probs to the scored responses, unless their teacher is in the trainer's pass."""
-        server = self._servers.get("teacher") or self._servers.get(f"teacher.{group.prompt.columns.get('teacher')}")
-        if server is None:
+        name = "teacher" if "teacher" in self._servers else f"teacher.{group.prompt.columns.get('teacher')}"
+        if name not in self._servers:
             return group
-        scored = [response for response in group.responses if response.reward is not None]
-        taught = iter(await asyncio.gather(*(_teach(server, group, response) for response in scored)))
-        responses = [response if response.reward is None else next(taught) for response in group.responses]
-        return Group(prompt=group.prompt, responses=responses)
+        taught = []
+        for response in group.responses:
+            if response.reward is not None:
+                log_probs = await _teach(self._servers[name], group, response)
+                response = msgspec.structs.replace(
+                    response, teacher_log_probs=encode_log_probs(log_probs), teacher_hash=self._hashes[name]
+                )
+            taught.append(response)
+        return Group(prompt=group.prompt, responses=taught)
 
 
-async def _teach(server: SideServer, group: Group, response: Response) -> Response:
+async def _teach(server: SideServer, group: Group, response: Response) -> np.ndarray:
+    """Ask a server for the log-probs of a response's tokens."""
     prompt, tokens = decode_tokens(group.prompt.tokens), decode_tokens(response.tokens)
     both, length, parts = np.concatenate([prompt, tokens]), len(prompt), list_parts(response)
     log_probs = np.zeros(len(tokens))
@@ -69,7 +78,7 @@ async def _teach(server: SideServer, group: Group, response: Response) -> Respon
     log_probs[~mask_sampled(response)] = 0
     if not np.isfinite(log_probs).all():
         raise EngineRefused(f"{of} no finite log-prob of token {int(np.argmin(np.isfinite(log_probs)))}")
-    return msgspec.structs.replace(response, teacher_log_probs=encode_log_probs(log_probs))
+    return log_probs
 
 
 def _read(entry: Mapping[str, Any] | None, token: int) -> float:
@@ -80,7 +89,8 @@ def _read(entry: Mapping[str, Any] | None, token: int) -> float:
 
 def open_teachers(settings: SidecarSettings, num_threads: int, stack: contextlib.AsyncExitStack) -> Teachers:
     """Make the servers of a run's teachers, in the engines' precision; the devices are divided among them."""
-    devices, dtype = settings.rollout.teacher_devices or [], settings.rollout.dtype
+    devices, architecture = settings.rollout.teacher_devices or [], settings.read_architecture()
+    dtype = settings.rollout.dtype or (None if architecture is None else architecture.dtype)
     assert settings.seq_length is not None
     # A server accepts only sequences that leave room for another token.
     flags = ["--max-model-len", str(settings.seq_length + 1), "--max-num-batched-tokens", str(_STEP_TOKENS)]
@@ -91,5 +101,4 @@ def open_teachers(settings: SidecarSettings, num_threads: int, stack: contextlib
     for number, (name, folder) in enumerate(settings.teachers.items()):
         own = devices[number * size : (number + 1) * size]
         servers[name] = open_server(name, folder, own, flags, settings, num_threads, stack)
-    identity = {name: hash_folder(folder) for name, folder in settings.teachers.items()}
-    return Teachers(servers, json.dumps([identity, flags]))
+    return Teachers(servers, {name: hash_folder(folder) for name, folder in settings.teachers.items()}, flags)

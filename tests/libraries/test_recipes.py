@@ -56,7 +56,13 @@ def test_an_agent_of_the_example_calls_its_tool_and_is_rewarded_for_the_right_an
 def test_a_recipe_is_learned(name, tmp_path) -> None:
     """Run the command of make NAME, in another folder."""
     environments = [f"VENV={sys.prefix}", f"GYM_VENV={sys.prefix}", f"FRAMEWORKS_VENV={FRAMEWORKS}"]
-    planned = subprocess.run(["make", "-n", name, *environments], cwd=ROOT, capture_output=True, text=True, check=True)
+    planned = subprocess.run(
+        ["make", "-n", "--no-print-directory", name, *environments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     command, out = planned.stdout.splitlines()[-1], tmp_path / name
     assert f" --out {name}" in command
     subprocess.run(command.replace(f" --out {name}", f" --out {out}"), shell=True, cwd=ROOT, timeout=3000, check=True)

@@ -70,6 +70,9 @@ def test_kto_compares_with_the_responses_to_the_next_other_prompt_cut_to_the_len
     strangers = [[one.tolist() for one in pair.responses[2:]] for pair in pairs]
     assert strangers == [[[*n(7), END], [*n(9), END]], [[*n(7), END], [*n(9), END]], [n(2, 3), [*n(9), END]]]
     assert [one.tolist() for one in pairs[0].responses[:2]] == [[*n(2, 3), END], [*n(9), END]]
+    held_out = write_rows(tmp_path / "held-out.jsonl", {"prompt": "n8", "chosen": "n2", "rejected": "n9"})
+    source = load(model, path, longest=5, has_strangers=True, eval_prompts=[held_out])
+    assert [one.tolist() for one in source.held_out(1)[0].responses[2:]] == [[*n(2, 3), END], [*n(9), END]]
     with pytest.raises(InputError, match="all 2 pairs have one prompt, .*: write pairs of several prompts"):
         load(model, write_rows(path, *rows[:2]), has_strangers=True)
 

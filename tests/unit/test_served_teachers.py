@@ -58,7 +58,7 @@ def make_group(*responses: wire.Response, teacher: str = "math") -> wire.Group:
 def teach(server: StandInServer, group: wire.Group) -> wire.Group:
     asked = SideServer("teacher.math", None, 1.0)
     asked._connection = server
-    return asyncio.run(Teachers({"teacher.math": asked}, "").teach(group))
+    return asyncio.run(Teachers({"teacher.math": asked}, {"teacher.math": "hash"}).teach(group))
 
 
 def read(response: wire.Response) -> list[float]:
@@ -120,6 +120,7 @@ def make_slot(*teachers: str) -> wire.Slot:
             msgspec.structs.replace(
                 respond((0, [4], [1, 2])),
                 teacher_log_probs=wire.encode_log_probs([0, -1 - number, -5 - place]),
+                teacher_hash="hash",
             )
             for place in range(2)
         ]
@@ -134,7 +135,7 @@ def make_slot(*teachers: str) -> wire.Slot:
 
 def make_batcher(*served: str, is_chosen: bool = True) -> Batcher:
     choose = (lambda part: f"teacher.{part.teacher}") if is_chosen else None
-    return Batcher(lambda part: np.zeros(2), served=served, choose=choose)
+    return Batcher(lambda part: np.zeros(2), served=dict.fromkeys(served, "hash"), choose=choose)
 
 
 def test_a_batch_has_the_log_probs_of_targets_and_no_numbers_for_those_of_other_teachers() -> None:
@@ -151,14 +152,21 @@ def test_a_batch_has_the_log_probs_of_targets_and_no_numbers_for_those_of_other_
 
 
 @pytest.mark.parametrize(
-    "data", [msgspec.UNSET, wire.encode_log_probs([0, -1]), wire.encode_log_probs([0, -1, math.nan])]
+    ("data", "of"),
+    [
+        (msgspec.UNSET, "hash"),
+        (wire.encode_log_probs([0, -1]), "hash"),
+        (wire.encode_log_probs([0, -1, math.nan]), "hash"),
+        (wire.encode_log_probs([0, -1, -2]), "of another folder"),
+    ],
 )
-def test_a_batch_with_a_target_that_a_teacher_has_not_graded_is_refused(data) -> None:
+def test_a_batch_with_a_target_that_its_teacher_has_not_graded_is_refused(data, of) -> None:
     message = r"the group of prompt 1 \(rows:0\), engine 0, has no finite log-prob of teacher.b for each token: start"
     batcher = make_batcher("teacher.b")
     slot = make_slot("a", "b")
     for response in slot.parts[1].responses:
         msgspec.structs.force_setattr(response, "teacher_log_probs", data)
+        msgspec.structs.force_setattr(response, "teacher_hash", of)
     with pytest.raises(InputError, match=message):
         batcher.batch(slot)
 
@@ -239,6 +247,22 @@ def test_a_teachers_flags_need_a_teacher_and_its_folder_a_model(tmp_path) -> Non
         assert any(problem.startswith(said) for problem in raised.value.problems)
 
 
+@pytest.mark.parametrize("flag", ["--teacher-devices", "--judge-devices"])
+def test_no_server_apart_from_the_engines_computes_on_a_ranks_device(flag, words, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "8,9,10,11")
+    given = f"{SIDECAR} {tmp_path}/run --platform cuda --teacher {words[3]} --teacher-devices 2"
+    settings = sidecar_settings.parse(given.split())
+    devices = {"--teacher-devices": [2], "--judge-devices": [3]} | {flag: [1]}
+    settings = dataclasses.replace(
+        settings,
+        rollout=dataclasses.replace(settings.rollout, engine="vllm", teacher_devices=devices["--teacher-devices"]),
+        reward=dataclasses.replace(settings.reward, judge_devices=devices["--judge-devices"]),
+    )
+    assert [*sidecar_settings.check_sharing(settings, 1)] == []
+    (problem,) = sidecar_settings.check_sharing(settings, 2)
+    assert problem == f"{flag}: ranks compute on 1: name devices from 2 on"
+
+
 def test_a_server_for_each_teacher_has_its_share_of_devices_and_takes_one_sequence_at_a_time(
     words, tmp_path, monkeypatch
 ) -> None:
@@ -260,6 +284,14 @@ def test_a_server_for_each_teacher_has_its_share_of_devices_and_takes_one_sequen
         assert "--max-num-seqs 1 " in flags
         assert "--max-model-len 65 --max-num-batched-tokens 2048 --skip-tokenizer-init --dtype bfloat16" in flags
         assert "--no-enable-prefix-caching" in one.command
+    of_policy = dataclasses.replace(
+        settings,
+        hf_model=tmp_path / "policy",
+        rollout=dataclasses.replace(settings.rollout, dtype=None),
+    )
+    with contextlib.ExitStack() as stack:
+        (server, _) = open_teachers(of_policy, 1, stack)._servers.values()
+    assert " --dtype float32" in " ".join(server._process.command)
     (tmp_path / "teacher" / "model.safetensors").write_text("{ }")
     with contextlib.ExitStack() as stack:
         assert open_teachers(settings, 1, stack).identity != opened.identity

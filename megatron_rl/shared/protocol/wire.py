@@ -184,6 +184,8 @@ class Response(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """
     teacher_log_probs: bytes | msgspec.UnsetType = msgspec.UNSET
     """The log-probs of the tokens under a teacher that engines compute, at temperature 1; otherwise as `log_probs`."""
+    teacher_hash: str | msgspec.UnsetType = msgspec.UNSET
+    """The hash of that teacher's folder."""
     finish_reason: FinishReason
     seed: int
     engine: str

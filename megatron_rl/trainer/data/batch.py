@@ -119,8 +119,8 @@ class Batcher:
     """The model for which the experts that engines chose are laid out with the pack; None leaves them out."""
     choose: Callable[[GroupPart], str] | None = None
     """Function from a part to its model in a role of several; None if no role has several."""
-    served: Sequence[str] = ()
-    """The models that engines compute."""
+    served: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """The models that engines compute, with the hashes of their folders."""
 
     def batch(self, slot: Slot) -> Batch:
         """Pack the slot's groups, in their order."""
@@ -163,15 +163,16 @@ class Batcher:
         """Read the log-probs of models that engines compute; raise an InputError if one lacks a target's."""
         if not self.served:
             return {}
-        found, models, of_responses = [np.zeros(0, dtype="<f4")], dict.fromkeys(self.served[:1]), iter(masks)
+        found, models, of_responses = [np.zeros(0, dtype="<f4")], dict.fromkeys([*self.served][:1]), iter(masks)
         if self.choose is not None:
             models = {self.choose(part): None for part in parts}
         for part in parts:
-            name = self.served[0] if self.choose is None else self.choose(part)
+            name = next(iter(self.served)) if self.choose is None else self.choose(part)
             for response in part.responses:
                 mask, data = next(of_responses), response.teacher_log_probs
                 values = np.full(len(mask), np.nan, dtype="<f4")
-                if name in self.served and not isinstance(data, msgspec.UnsetType):
+                is_same = name in self.served and response.teacher_hash == self.served[name]
+                if is_same and not isinstance(data, msgspec.UnsetType):
                     values = decode_log_probs(data)
                 if name in self.served and (len(values) != len(mask) or not np.isfinite(values[mask]).all()):
                     raise InputError(

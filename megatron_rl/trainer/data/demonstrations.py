@@ -122,7 +122,9 @@ def load_demonstrations(
         held_out = draw_held_out(fitting, config.held_out, seed)
     trained = leave_out(fitting, held_out, config, notes)
     if stage == "dpo" and has_strangers:
-        trained, held_out = (add_strangers(pairs, longest) for pairs in (trained, held_out))
+        # Held-out pairs may be few, or have one prompt.
+        held_out = add_strangers([*held_out, *trained], longest)[: len(held_out)]
+        trained = add_strangers(trained, longest)
     stops = tokenizer.find_stops((tokenizer.text(row) for row in (*rows, *eval_rows)), notes)
     return DemonstrationSource(
         trained,

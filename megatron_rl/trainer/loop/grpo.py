@@ -132,14 +132,13 @@ def build_grpo(
     publisher = _build_publisher(rank, policy, client)
     rank.stack.callback(publisher.close)
     log = open_log(rank, start.version, client, advantages)
+    weights = name_weights(others, critic, settings.served)
     return GrpoStage(
         run=settings.name,
         policy=policy,
         others=others,
         publisher=publisher,
-        rollouts=build_rollouts(
-            rank, client, prompts, advantages, schedule, log.timeline, start.state, name_weights(others, critic)
-        ),
+        rollouts=build_rollouts(rank, client, prompts, advantages, schedule, log.timeline, start.state, weights),
         learner=_build_learner(rank, policy, others, critic, log),
         bounds=build_mismatch_bounds(settings, policy.weights.dtype),
         largest_micro_batch=settings.sizes.largest_micro_batch,

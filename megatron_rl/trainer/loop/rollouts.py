@@ -11,7 +11,6 @@ import torch
 
 from megatron_rl.algorithm.advantages import GroupAdvantages
 from megatron_rl.algorithm.roles.teacher import TEACHER
-from megatron_rl.algorithm.settings import name_teachers
 from megatron_rl.command_line.describe import describe_objective, describe_own_files
 from megatron_rl.command_line.run import RunSettings, find_pack_multiple
 from megatron_rl.config.settings import Settings
@@ -289,7 +288,6 @@ def build_batcher(
 ) -> Batcher:
     """Build the batcher that makes packs as the settings say; `baseline` is as in `GroupAdvantages`."""
     advantages = advantages or GroupAdvantages(settings.algorithm)
-    served = [*name_teachers(settings.algorithm.teacher, are_served=True)]
     return Batcher(
         functools.partial(advantages, baseline=baseline),
         turn_advantage=advantages.compute_turns if settings.algorithm.turn_credit else None,
@@ -301,7 +299,7 @@ def build_batcher(
         num_parts=settings.transformer.context_parallel_size,
         replayed=settings.architecture if settings.rollout.replay_routing else None,
         choose=(lambda part: f"{TEACHER.name}.{part.teacher}")
-        if any("." in name for name in (*settings.frozen, *served))
+        if any("." in name for name in (*settings.frozen, *settings.served))
         else None,
-        served=served,
+        served=settings.served,
     )

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from megatron_rl.algorithm import plug_ins
 from megatron_rl.algorithm.roles.reference import REFERENCE
+from megatron_rl.algorithm.settings import name_teachers
 from megatron_rl.command_line.describe import describe_own_files
 from megatron_rl.command_line.run import RunSettings, find_shared_folder
 from megatron_rl.config.hardware import find_asked_threads
@@ -26,6 +27,7 @@ from megatron_rl.observe.run_folder import keep_warnings
 from megatron_rl.observe.startup import Startup, describe_cores, describe_model
 from megatron_rl.observe.summary import print_summary
 from megatron_rl.ops import main_gradients
+from megatron_rl.rewards.model_folders import hash_folder
 from megatron_rl.shared.device_memory import has_reference, make_look_up
 from megatron_rl.shared.garbage import leaving_out_what_exists
 from megatron_rl.shared.records.audit_events import FILE_NAME as AUDIT_FILE
@@ -161,6 +163,9 @@ def _prepare_device(settings: RunSettings, session: Session, startup: Startup) -
     Return the settings with the backends that passed.
     """
     session.platform.place(find_asked_threads() or settings.cores.threads_of_rank)
+    if served := name_teachers(settings.algorithm.teacher, are_served=True):
+        hashes = session.run_on_first(lambda: {name: hash_folder(folder) for name, folder in served.items()})
+        settings = dataclasses.replace(settings, served=hashes)
     startup.say(describe_model(settings, session.platform.name, session.world_size))
     if settings.platform == "cpu":
         startup.say(describe_cores(settings.cores, torch.get_num_threads()))

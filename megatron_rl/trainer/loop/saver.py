@@ -88,7 +88,7 @@ class Saver:
         self._stops = [] if prompts is None else list(prompts.stops)
         reference = others.get(REFERENCE.name)
         self._start = None if reference is None else reference.start
-        self._weights = name_weights(others, critic)
+        self._weights = name_weights(others, critic, settings.served)
         self._checkpointer = Checkpointer(settings, session, policy, reference, saved, critic)
         self._loaded: tuple[int, Path] | None = None
         self._num_done = 0
@@ -208,9 +208,12 @@ class Saver:
         return kept
 
 
-def name_weights(others: Mapping[str, FrozenModel], critic: Policy | None) -> dict[str, str]:
-    """Return the fingerprints of other models' first weights, under the names that the audit log has for them."""
-    start = {role: other.start for role, other in others.items()}
+def name_weights(others: Mapping[str, FrozenModel], critic: Policy | None, served: Mapping[str, str]) -> dict[str, str]:
+    """Return the fingerprints of other models' first weights, under the names that the audit log has for them.
+
+    Teachers that engines compute have the hashes of their folders.
+    """
+    start = {**{role: other.start for role, other in others.items()}, **served}
     start |= {} if critic is None else {CRITIC: critic.start}
     return {f"weights of the {role}": fingerprint for role, fingerprint in start.items()}
 
