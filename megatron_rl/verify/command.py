@@ -3,10 +3,10 @@
     VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --worker-extension-cls megatron_rl.verify.worker.Verifier
     megatron-rl verify http://HOST:PORT --model FOLDER
 
-FOLDER is the path of a checkpoint in Hugging Face's format on the server's host. vLLM loads it layer by layer, as it
-would replace its weights, and each tensor is compared with the one in use: divided, stacked, quantized and derived ones
-too. Nothing changes in the server, which answers nothing else meanwhile. The key in VLLM_API_KEY is sent. The exit code
-is 0 if every tensor is the folder's, and 5 if one is not, or cannot be compared.
+FOLDER has a checkpoint in Hugging Face's format, on the server's host. It is loaded layer by layer, as if vLLM had to
+replace its weights, and each tensor is compared with the one in use. These may be divided, stacked, quantized or
+derived. Nothing changes in the server, which answers nothing else meanwhile. The key in VLLM_API_KEY is sent. The exit
+code is 0 if every tensor is the folder's, and 5 if one is not, or cannot be compared.
 """
 
 import argparse

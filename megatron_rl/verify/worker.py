@@ -1,9 +1,9 @@
 """A worker extension of vLLM that compares what its model holds with a folder, bit for bit, and changes nothing.
 
-vLLM loads the folder as it does when it is told to load weights anew: it divides, stacks, quantizes and packs them,
+vLLM loads the folder as it does when it is told to replace its weights: it divides, stacks, quantizes and packs them,
 layer by layer. Only its last step is another: where it copies a layer's new tensors over those that are in use, the two
-are compared here, and the new ones are let go. So whatever vLLM can load anew can be compared, in the memory of one
-more layer.
+are compared here, and the new ones are let go. So whatever vLLM can load into a running engine can be compared, in the
+memory of one more layer.
 
 Invariants:
 
@@ -45,7 +45,7 @@ class Verifier:
         if patches.has_experts(model):
             # Without it vLLM 0.32 does not pack experts again on a CPU.
             patches.patch_experts()
-        comparison = Comparison(model)
+        comparison = TensorComparison(model)
         try:
             with torch.no_grad(), _replaced(comparison, model), _comparing(comparison):
                 reload_weights(self.vllm_config, model, _read(files), None, is_checkpoint_format=True)
@@ -64,7 +64,7 @@ def _read(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, file.get_tensor(name)
 
 
-class Comparison:
+class TensorComparison:
     """The tensors of a model that were compared, and the differences."""
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -134,7 +134,7 @@ def _unpack(layer: Any, multiply: Callable[..., torch.Tensor], weight: torch.Ten
 
 
 @contextlib.contextmanager
-def _replaced(comparison: Comparison, model: torch.nn.Module) -> Iterator[None]:
+def _replaced(comparison: TensorComparison, model: torch.nn.Module) -> Iterator[None]:
     """Have vLLM load into copies, in this context, what it loads where it is; then compare what was loaded."""
     from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
     from vllm.model_executor.model_loader.weight_utils import default_weight_loader
@@ -171,7 +171,7 @@ def _replaced(comparison: Comparison, model: torch.nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _comparing(comparison: Comparison) -> Iterator[None]:
+def _comparing(comparison: TensorComparison) -> Iterator[None]:
     """Have vLLM compare in place of its copies, in this context; then put back all that it moved."""
     from vllm.model_executor.model_loader.reload import layerwise
 
@@ -220,7 +220,7 @@ def _comparing(comparison: Comparison) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _kept(comparison: Comparison, layer: Any, weight: torch.Tensor | None) -> Iterator[None]:
+def _kept(comparison: TensorComparison, layer: Any, weight: torch.Tensor | None) -> Iterator[None]:
     """Put back the attributes of a layer, and of what quantizes it, that change in this context; compare the tensors.
 
     `weight` has the shape of the layer's weight before it is packed.

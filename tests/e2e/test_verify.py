@@ -43,18 +43,16 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         "--max-model-len", "64", "--dtype", "float32", "--kv-cache-memory-bytes", str(1 << 24),
         "--gpu-memory-utilization", "0.1", "--tensor-parallel-size", str(size),
     ]  # fmt: skip
-    variables = {
-        "VLLM_SERVER_DEV_MODE": "1",
-        "PYTHONPATH": str(ROOT),
-        "VLLM_CPU_OMP_THREADS_BIND": "|".join("01"[:size]),
-    }
+    cores = {"VLLM_CPU_OMP_THREADS_BIND": "|".join("01"[:size])}
+    variables = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": str(ROOT), **cores}
     log = folder.parent / f"{request.param}.log"
     with log.open("wb") as output:
         server = subprocess.Popen(command, env=os.environ | variables, stdout=output, stderr=output)
     address, end = f"http://127.0.0.1:{port}", time.monotonic() + 600
     try:
         while not _is_ready(address):
-            assert server.poll() is None and time.monotonic() < end, log.read_text()[-6000:]
+            assert server.poll() is None, log.read_text()[-6000:]
+            assert time.monotonic() < end, log.read_text()[-6000:]
             time.sleep(1)
         yield address, folder
     finally:
@@ -92,8 +90,9 @@ def test_every_changed_number_is_found_where_it_is_and_the_server_stays_as_it_wa
         assert main([*words, str(tmp_path)]) == 5, name
         found = json.loads(capsys.readouterr().out)
         numbers = [one["numbers"] for worker in found for one in worker["different"].values()]
-        # Workers hold whole what they do not divide; what vLLM derives is of the weights in use.
-        assert set(numbers) == {1} and len(numbers) <= len(workers), (name, found)
+        # Each worker holds what is not divided; what vLLM derives follows from the weights in use.
+        assert set(numbers) == {1}, (name, found)
+        assert len(numbers) <= len(workers)
         assert not any(worker["unknown"] for worker in found)
         assert answer(address) == before
     assert main([*words, str(folder)]) == 0

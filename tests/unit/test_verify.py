@@ -1,4 +1,4 @@
-"""What `megatron-rl verify` says of a server's answers, and how tensors are compared."""
+"""The comparison of tensors, and the lines of `megatron-rl verify` about a server's answers."""
 
 import http.server
 import json
@@ -13,7 +13,7 @@ import torch
 
 from megatron_rl.errors import ExitCode, InputError, UsageError
 from megatron_rl.verify import command
-from megatron_rl.verify.worker import Comparison
+from megatron_rl.verify.worker import TensorComparison
 
 
 class Layer(torch.nn.Module):
@@ -24,7 +24,7 @@ class Layer(torch.nn.Module):
 
 def compare(held: torch.Tensor, wanted: torch.Tensor) -> dict[str, Any]:
     layer = Layer()
-    comparison = Comparison(torch.nn.Sequential(layer))
+    comparison = TensorComparison(torch.nn.Sequential(layer))
     comparison.compare(layer, "weight", held, wanted)
     described = comparison.describe()
     assert (described["compared"], described["unknown"]) == (1, {})
@@ -46,7 +46,10 @@ def changed(*places: tuple[int, ...], value: float = 7.5) -> torch.Tensor:
         {"numbers": 2, "of": 6, "first": [0, 1], "held": "1", "wanted": "1e+09", "largest": "1e+09"},
     ),
     # Equal numbers of other bits, and numbers that are none.
-    (changed((0, 0), value=-0.0), {"numbers": 1, "of": 6, "first": [0, 0], "held": "0", "wanted": "-0", "largest": "0"}),
+    (
+        changed((0, 0), value=-0.0),
+        {"numbers": 1, "of": 6, "first": [0, 0], "held": "0", "wanted": "-0", "largest": "0"},
+    ),
     (
         changed((0, 2), value=math.nan),
         {"numbers": 1, "of": 6, "first": [0, 2], "held": "2", "wanted": "nan", "largest": "inf"},
@@ -65,7 +68,7 @@ def test_a_nan_equals_itself_and_eight_bit_floats_are_compared_too() -> None:
 
 
 def test_a_tensor_that_was_not_compared_is_not_equal() -> None:
-    assert Comparison(torch.nn.Sequential(Layer())).describe() == {
+    assert TensorComparison(torch.nn.Sequential(Layer())).describe() == {
         "compared": 0, "different": {}, "unknown": {"0.weight": "the folder has no weights for it"}
     }  # fmt: skip
 
