@@ -58,7 +58,7 @@ def test_the_package_keeps_to_its_layers():
         (
             "shared/protocol/client.py",
             "from vllm import LLM",
-            "shared.protocol imports vllm, which only sidecar, trainer.mcore may",
+            "shared.protocol imports vllm, which only sidecar, trainer.mcore, verify may",
         ),
         ("trainer/mcore/x.py", "import triton.language as tl", "trainer.mcore imports triton, which only ops may"),
         ("trainer/data/x.py", "import flash_attn", "trainer.data imports flash_attn"),
