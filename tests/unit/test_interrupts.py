@@ -17,7 +17,9 @@ from megatron_rl.trainer.loop.entry import Entry
 
 def wait(entry):
     entry.say(f"pid {os.getpid()}")
-    threading.Event().wait(600)
+    # In parts: a signal just before a wait is noticed after it.
+    for _ in range(600):
+        threading.Event().wait(1)
 
 raise SystemExit(Entry("a rank").run(wait))
 """
