@@ -26,6 +26,8 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PACKED = "cpu_linear"
 """The attribute of a layer whose weights vLLM has packed for a CPU: the function that multiplies by them."""
 _ROWS_AT_ONCE, _NUMBERS_AT_ONCE = 512, 1 << 24
+_PATCHED: dict[Any, Callable[..., None]] = {}
+"""The method of vLLM's that packs experts each time."""
 
 
 class Verifier:
@@ -42,17 +44,34 @@ class Verifier:
         model, files = self.model_runner.get_model(), sorted(Path(folder).glob("*.safetensors"))
         if not files:
             return {"rank": self.rank, "error": f"{folder} has no safetensors on the engine's host"}
-        if patches.has_experts(model):
-            # Without it vLLM 0.32 does not pack experts again on a CPU.
-            patches.patch_experts()
         comparison = TensorComparison(model)
         try:
-            with torch.no_grad(), _replaced(comparison, model), _comparing(comparison):
+            with torch.no_grad(), _packing(model), _replaced(comparison, model), _comparing(comparison):
                 reload_weights(self.vllm_config, model, _read(files), None, is_checkpoint_format=True)
                 comparison.compare_tied()
         except Exception as error:
             return {"rank": self.rank, "error": f"vLLM cannot load {folder} into this model: {error!r}"}
         return {"rank": self.rank, **comparison.describe()}
+
+
+@contextlib.contextmanager
+def _packing(model: torch.nn.Module) -> Iterator[None]:
+    """Have vLLM 0.32 pack experts on a CPU whenever it loads them, in this context."""
+    from vllm.platforms import current_platform
+
+    if not (current_platform.is_cpu() and patches.has_experts(model)):
+        yield
+        return
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod as Method
+
+    held = Method.process_weights_after_loading
+    patches.patch_experts()
+    patched = _PATCHED.setdefault(Method, Method.process_weights_after_loading)
+    try:
+        Method.process_weights_after_loading = patched
+        yield
+    finally:
+        Method.process_weights_after_loading = held
 
 
 def _read(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
