@@ -229,7 +229,7 @@ class Preference:
     """Computes the losses of pairs from the pairs and the settings (a PreferenceConfig)."""
     has_reference: bool = True
     reads_strangers: bool = False
-    """Whether the loss also reads the responses to another prompt, as if they were to this one."""
+    """True if the loss also reads the responses to another prompt, as if they were to this one."""
     reads: tuple[str, ...] = ()
     """The settings besides `beta` that the loss reads. With other losses their flags are refused."""
 

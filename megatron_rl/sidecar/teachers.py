@@ -33,7 +33,7 @@ _STEP_TOKENS = 2048
 
 class Teachers:
     def __init__(self, servers: Mapping[str, SideServer], hashes: Mapping[str, str], flags: Sequence[str] = ()) -> None:
-        """`hashes` are those of the servers' folders."""
+        """`hashes` has the hash of each server's folder."""
         self.identity = json.dumps([hashes, flags])
         self._servers, self._hashes = servers, hashes
 

@@ -202,9 +202,9 @@ def _comparing(comparison: TensorComparison) -> Iterator[None]:
         loaded = {name for name, _ in info.loaded_weights}
         fixed = info.kernel_non_persistent_buffers - loaded
         for name, held in {**parameters, **{name: one for name, one in buffers.items() if name not in fixed}}.items():
-            found = getattr(layer, name, held)
-            if held.numel() and found is not held:
-                comparison.compare(layer, name, held, found)
+            new = getattr(layer, name, held)
+            if held.numel() and new is not held:
+                comparison.compare(layer, name, held, new)
         place(layer, info)
 
     def compare_layer(layer: Any, info: Any) -> None:
@@ -213,15 +213,15 @@ def _comparing(comparison: TensorComparison) -> Iterator[None]:
             process(layer, info)
 
     def compare_attention(layer: Any, info: Any, config: Any) -> None:
-        # It derives tensors from those of another layer, and writes them where they are.
+        # It derives tensors from another layer's, and writes them where they are.
         parameters, _ = info.kernel_tensors or ({}, {})
         kept = {name: one.detach().clone() for name, one in parameters.items()}
         with _kept(comparison, layer, None):
             attend(layer, info, config)
         for name, held in kept.items():
-            found = getattr(layer, name)
-            comparison.compare(layer, name, held, found)
-            found.data = held if found.shape != held.shape else found.data.copy_(held)
+            derived = getattr(layer, name)
+            comparison.compare(layer, name, held, derived)
+            derived.data = held if derived.shape != held.shape else derived.data.copy_(held)
 
     names = ("_layerwise_process", "_finalize_attention_layer", "_copy_and_restore_kernel_tensors")
     for name, function in zip(names, (compare_layer, compare_attention, compare_tensors), strict=True):

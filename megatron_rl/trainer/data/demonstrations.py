@@ -187,21 +187,21 @@ def add_strangers(pairs: Sequence[Any], longest: int) -> list[Any]:
     if not pairs:
         return []
     following = other = pairs[0]
-    found = []
+    extended = []
     # Backwards through two rounds, since the last pairs find theirs among the first.
     for pair in reversed([*pairs, *pairs]):
         if not np.array_equal(pair.prompt, following.prompt):
             other = following
         room = longest - len(pair.prompt)
         strangers = [(pair.prompt, response[:room]) for response in other.responses]
-        found.append(dataclasses.replace(pair, sequences=(*pair.sequences, *strangers)))
+        extended.append(dataclasses.replace(pair, sequences=(*pair.sequences, *strangers)))
         following = pair
     if np.array_equal(other.prompt, following.prompt):
         raise InputError(
             f"all {len(pairs)} pairs have one prompt, and --dpo-loss-type kto compares with responses to others: write "
             "pairs of several prompts, or choose another loss"
         )
-    return found[: len(pairs) - 1 : -1]
+    return extended[: len(pairs) - 1 : -1]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
