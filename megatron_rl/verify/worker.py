@@ -14,6 +14,7 @@ Invariants:
 import contextlib
 import functools
 import math
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -192,10 +193,13 @@ def _replaced(comparison: TensorComparison, model: torch.nn.Module) -> Iterator[
 @contextlib.contextmanager
 def _comparing(comparison: TensorComparison) -> Iterator[None]:
     """Have vLLM compare in place of its copies, in this context; then put back all that it moved."""
-    from vllm.model_executor.model_loader.reload import layerwise
+    from vllm.model_executor.model_loader.reload.layerwise import _copy_and_restore_kernel_tensors as copy
+    from vllm.model_executor.model_loader.reload.layerwise import _finalize_attention_layer as attend
+    from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process as process
+    from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors as place
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-    process, attend = layerwise._layerwise_process, layerwise._finalize_attention_layer
-    copy, place = layerwise._copy_and_restore_kernel_tensors, layerwise._place_kernel_tensors
+    layerwise = sys.modules[get_layerwise_info.__module__]
 
     def compare_tensors(layer: torch.nn.Module, info: Any) -> None:
         parameters, buffers = info.kernel_tensors
@@ -232,7 +236,7 @@ def _comparing(comparison: TensorComparison) -> Iterator[None]:
         for name, function in zip(names, (process, attend, copy), strict=True):
             setattr(layerwise, name, function)
         for layer in comparison._names:
-            info = layerwise.get_layerwise_info(layer)
+            info = get_layerwise_info(layer)
             if info.can_load() and info.kernel_tensors is not None:
                 place(layer, info)
                 info.reset()

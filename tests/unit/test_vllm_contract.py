@@ -29,8 +29,13 @@ from tools import vllm_facts
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "tests" / "golden" / "vllm"
 FACTS = {path.stem: json.loads(path.read_text()) for path in FOLDER.glob("*.json")}
-# The package that hands it on has another name for it.
-ALIASES = {"vllm.platforms.current_platform": "vllm.platforms.interface.Platform"}
+# The package that hands it on has another name for it; a set that is looked up by this function.
+ALIASES = {
+    "vllm.platforms.current_platform": "vllm.platforms.interface.Platform",
+    "vllm.model_executor.model_loader.reload.meta.SKIP_TENSORS": (
+        "vllm.model_executor.model_loader.reload.meta.restore_layer_on_meta"
+    ),
+}
 NCCL = "vllm.distributed.weight_transfer.nccl_engine"
 # The code takes whichever of these it finds.
 PARSERS = [f"{module}.make_arg_parser" for module in flags._PARSERS]
