@@ -27,6 +27,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PACKED = "cpu_linear"
 """The attribute of a layer whose weights vLLM has packed for a CPU: the function that multiplies by them."""
 _ROWS_AT_ONCE, _NUMBERS_AT_ONCE = 512, 1 << 24
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size)
 _PATCHED: dict[Any, Callable[..., None]] = {}
 """The method of vLLM's that packs experts each time."""
 
@@ -253,16 +254,17 @@ def _kept(comparison: TensorComparison, layer: Any, weight: torch.Tensor | None)
     try:
         yield
         for owner, kept in zip(owners, before, strict=True):
-            for name, found in vars(owner).items():
+            for name, new in vars(owner).items():
                 held = kept.get(name)
-                if found is held or name in ("_parameters", "_buffers"):
+                if new is held or name in ("_parameters", "_buffers"):
                     continue
                 if name == _PACKED and weight is not None and held is not None:
-                    comparison.compare(layer, "weight", _unpack(layer, held, weight), _unpack(layer, found, weight))
-                elif isinstance(found, torch.Tensor) and isinstance(held, torch.Tensor):
-                    comparison.compare(layer, name, held, found)
-                elif callable(found) or isinstance(found, torch.Tensor):
-                    comparison.note_unknown(layer, name, f"{type(found).__name__} made from the weights")
+                    comparison.compare(layer, "weight", _unpack(layer, held, weight), _unpack(layer, new, weight))
+                elif isinstance(new, torch.Tensor) and isinstance(held, torch.Tensor):
+                    comparison.compare(layer, name, held, new)
+                elif not isinstance(new, _PLAIN):
+                    # It may hold weights in a form that is not known here.
+                    comparison.note_unknown(layer, name, f"a {type(new).__name__} that vLLM made as it loaded")
     finally:
         for owner, kept in zip(owners, before, strict=True):
             vars(owner).clear()

@@ -13,7 +13,7 @@ import torch
 
 from megatron_rl.errors import ExitCode, InputError, UsageError
 from megatron_rl.verify import command
-from megatron_rl.verify.worker import TensorComparison
+from megatron_rl.verify.worker import TensorComparison, _kept
 
 
 class Layer(torch.nn.Module):
@@ -71,6 +71,18 @@ def test_a_tensor_that_was_not_compared_is_not_equal() -> None:
     assert TensorComparison(torch.nn.Sequential(Layer())).describe() == {
         "compared": 0, "different": {}, "unknown": {"0.weight": "the folder has no weights for it"}
     }  # fmt: skip
+
+
+def test_what_a_load_makes_beside_tensors_is_put_back_and_never_counts_as_equal() -> None:
+    layer = Layer()
+    layer.scale, layer.kernel, layer.is_ready = torch.ones(2), "none", False
+    before, comparison = dict(vars(layer)), TensorComparison(torch.nn.Sequential(layer))
+    with _kept(comparison, layer, None):
+        layer.scale, layer.kernel, layer.is_ready, layer.table = torch.ones(2), object(), True, {"weight": 1}
+    assert vars(layer) == before
+    described = comparison.describe()
+    assert (described["compared"], described["different"]) == (1, {})
+    assert described["unknown"].keys() == {"0.weight", "0.kernel", "0.table"}
 
 
 @contextmanager
