@@ -211,7 +211,7 @@ gym: gym-environment ## a mixture of reasoning-gym's tasks, in an environment of
 
 recipes: ## six of these with two seeds each; an hour
 	for seed in 0 1; do for recipe in coding search mcp openai-agents langgraph gym; do \
-	    $(MAKE) $$recipe SEED=$$seed; \
+	    $(MAKE) $$recipe SEED=$$seed || exit 1; \
 	done; done
 
 agent: env ## the same game in chats with an agent of the openai client alone, with real vLLM

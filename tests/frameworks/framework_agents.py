@@ -58,7 +58,7 @@ def run(*words: str, **environment: str) -> dict[str, float]:
         capture_output=True,
         text=True,
     )
-    return {"said": float("stand-in" in ended.stdout)}
+    return {"said": float("stand-in" in ended.stdout), "letters": min(1.0, len(ended.stdout) / 100)}
 
 
 PARAMETERS = {

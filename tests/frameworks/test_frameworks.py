@@ -41,6 +41,11 @@ OUTCOMES: dict[str, tuple[int, int, int, str]] = {
 PROGRAMS = {"codex": ("tools", []), "claude_code": ("output_config.effort", ["--reward-confine", "off"])}
 
 
+def find_python(name: str) -> str:
+    """Return the python of the environment of an agent."""
+    return os.environ["AG2_PYTHON"] if name == "ag2" else str(PYTHON)
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_of_npm_acts_through_the_gateway_as_it_is(name: str, capfd) -> None:
     advised, words = PROGRAMS[name]
@@ -54,8 +59,7 @@ def test_a_program_of_npm_acts_through_the_gateway_as_it_is(name: str, capfd) ->
 @pytest.mark.parametrize("name", OUTCOMES)
 def test_an_agent_of_a_framework_acts_through_the_gateway_as_it_is(name: str, capfd) -> None:
     num_calls, num_branches, num_tools, advised = OUTCOMES[name]
-    python = os.environ["AG2_PYTHON"] if name == "ag2" else str(PYTHON)
-    words = ["try-agent", f"{AGENTS}:{name}", "--rollout-agent-python", python]
+    words = ["try-agent", f"{AGENTS}:{name}", "--rollout-agent-python", find_python(name)]
     words += ["--answer", FIELDS] if name == "dspy_predict" else []
     assert main([*words, "--rollout-gateway-advise"]) == ExitCode.OK
     printed = capfd.readouterr().out
