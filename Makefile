@@ -20,6 +20,7 @@ CUDA_VENV := .venv-cuda
 RIVAL_VENV := .venv-rival
 AXE := axe-core@4.14.1
 TRL_VENV := .venv-trl
+VERL_VENV := .venv-verl
 VERIFIERS_VENV := .venv-verifiers
 FRAMEWORKS_VENV := .venv-frameworks
 AG2_VENV := .venv-ag2
@@ -27,7 +28,7 @@ SUITES_VENV := .venv-suites
 SUFFIX_VENV := .venv-suffix
 GYM_VENV := .venv-gym
 
-.PHONY: help env test test-first test-all test-each-change test-each-change-kernels test-each-change-ranks test-each-change-runs test-each-change-benchmarks test-each-change-rest test-each-change-matrix lint types format test-slow test-clones test-anywhere test-anywhere-quick test-matrix test-matrix-quick test-npu test-trl test-verifiers test-frameworks test-recipes suites test-suites test-suffix test-report test-cuda test-hosts test-launch test-launch-quick python312 cuda demo gpu-demo paying calculator mcp search coding openai-agents langgraph gym gym-environment frameworks agent recipes demo-core learning algorithms sparse teacher bench gpu-check gpu-bench gpu-first rival flags docs figures clean
+.PHONY: help env test test-first test-all test-each-change test-each-change-kernels test-each-change-ranks test-each-change-runs test-each-change-benchmarks test-each-change-rest test-each-change-matrix lint types format test-slow test-clones test-anywhere test-anywhere-quick test-matrix test-matrix-quick test-npu test-trl test-verl test-verifiers test-frameworks test-recipes suites test-suites test-suffix test-report test-cuda test-hosts test-launch test-launch-quick python312 cuda demo gpu-demo paying calculator mcp search coding openai-agents langgraph gym gym-environment frameworks agent recipes demo-core learning algorithms sparse teacher bench gpu-check gpu-bench gpu-first rival flags docs figures clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -108,9 +109,13 @@ test-npu: env ## Ascend without an NPU: the real torch_npu over stand-ins for CA
 	@tools/make_environment $(NPU_VENV) requirements/npu.lock --on $(VENV)
 	NPU_PYTHON=$(NPU_VENV)/bin/python $(VENV)/bin/python -m pytest tests/npu
 
-test-trl: env ## losses beside TRL's, in an environment of its own
+test-trl: env ## losses beside TRL's and its weight syncs, in an environment of its own
 	@tools/make_environment $(TRL_VENV) requirements/trl.lock --on $(VENV)
 	$(TRL_VENV)/bin/python -m pytest --target test-trl tests/trl
+
+test-verl: env ## weight syncs of verl's into a real vLLM, compared, in an environment of its own
+	@tools/make_environment $(VERL_VENV) requirements/verl.lock --on $(VENV)
+	$(VERL_VENV)/bin/python -m pytest --target test-verl tests/verl
 
 frameworks:
 	@tools/make_environment $(FRAMEWORKS_VENV) requirements/frameworks.lock 3.11 $(PYTHON)
@@ -261,5 +266,5 @@ figures: env ## draw the pictures in docs/images anew from figures.json
 	$(VENV)/bin/python -m tools.draw_figures
 
 clean: ## remove the environments and all caches
-	rm -rf $(VENV) $(PYTHON312_VENV) $(MCORE_VENV)* $(DOCS_VENV) $(NPU_VENV) $(TRL_VENV) $(VERIFIERS_VENV) $(FRAMEWORKS_VENV) $(AG2_VENV) $(SUITES_VENV) $(SUFFIX_VENV) $(GYM_VENV) $(REPORT_VENV) $(LAUNCH_VENV) $(CUDA_VENV) $(RIVAL_VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(PYTHON312_VENV) $(MCORE_VENV)* $(DOCS_VENV) $(NPU_VENV) $(TRL_VENV) $(VERL_VENV) $(VERIFIERS_VENV) $(FRAMEWORKS_VENV) $(AG2_VENV) $(SUITES_VENV) $(SUFFIX_VENV) $(GYM_VENV) $(REPORT_VENV) $(LAUNCH_VENV) $(CUDA_VENV) $(RIVAL_VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -39,7 +39,9 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
     "vllm.tokenizers.registry.get_tokenizer": (),
     "vllm.tool_parsers.ToolParserManager": ("list_registered",),
     "vllm.logprobs.FlatLogprobs": ("token_ids", "logprobs"),
-    "vllm.lora.layers.base_linear.BaseLinearLayerWithLoRA": ("create_lora_weights", "set_lora"),
+    "vllm.lora.layers.base_linear.BaseLinearLayerWithLoRA": (
+        "create_lora_weights", "reset_lora", "set_lora",
+    ),
     "vllm.lora.layers.column_parallel_linear.ColumnParallelLinearWithLoRA": (),
     "vllm.lora.layers.column_parallel_linear.MergedColumnParallelLinearWithLoRA": (),
     "vllm.lora.layers.column_parallel_linear.MergedQKVParallelLinearWithLoRA": (),
@@ -48,12 +50,13 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
     "vllm.lora.layers.row_parallel_linear.RowParallelLinearWithLoRA": (),
     "vllm.lora.lora_model.LoRAModel": ("from_lora_tensors",),
     "vllm.lora.model_manager.LoRAModelManager": (
-        "activate_adapter", "add_adapter", "lora_config", "lora_index_to_id", "model", "modules", "packed_modules",
-        "remove_all_adapters",
+        "_create_merged_loras_inplace", "_get_lora_layer_weights", "activate_adapter", "add_adapter", "lora_config",
+        "lora_index_to_id", "model", "modules", "packed_modules", "remove_all_adapters",
     ),
     "vllm.lora.peft_helper.PEFTHelper": (),
     "vllm.lora.request.LoRARequest": (),
     "vllm.lora.utils.parse_fine_tuned_lora_name": (),
+    "vllm.lora.worker_manager.WorkerLoRAManager": ("_load_adapter",),
     "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method.UnquantizedFusedMoEMethod": (
         "process_weights_after_loading",
     ),

@@ -5,22 +5,33 @@
 
 FOLDER has a checkpoint in Hugging Face's format, on the server's host. It is loaded layer by layer, as if vLLM had to
 replace its weights, and each tensor is compared with the one in use. These may be divided, stacked, quantized or
-derived. Nothing changes in the server, which answers nothing else meanwhile. The key in VLLM_API_KEY is sent. The exit
-code is 0 if every tensor is the folder's, and 5 if one is not, or cannot be compared.
+derived. Nothing changes in the server, which answers nothing else meanwhile. The key in VLLM_API_KEY is sent.
+
+With --watch it continues: FOLDER may have a folder for each version, and a new one is compared when it is written.
+The server must hold it by then.
+
+Without the extension --by-log-probs compares log-probs of drawn tokens, and prints which changes these can show.
+
+The exit code is 0 if every tensor is the folder's, and 5 if one is not, or cannot be compared.
 """
 
 import argparse
 import json
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import httpx
 
 from megatron_rl.errors import ExitCode, InputError, UsageError
+from megatron_rl.verify import log_probs
 
-_FLAG = "--worker-extension-cls megatron_rl.verify.worker.Verifier"
+_FLAG = "--worker-extension-cls megatron_rl.verify.worker.Verifier, or add --by-log-probs"
 _NUM_LINES = 20
+_SECONDS = 1.0
+"""For how long no file of a version may change before it counts as written."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -30,26 +41,74 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("engine", help="the server's address, http://HOST:PORT")
     parser.add_argument("--model", required=True, metavar="FOLDER", help="the checkpoint, on the server's host")
-    parser.add_argument("--json", action="store_true", help="print the workers' answers as they are")
+    parser.add_argument("--adapter", metavar="FOLDER", help="LoRA in PEFT's format, which a slot must hold too")
+    parser.add_argument("--by-log-probs", action="store_true", help="the weaker proof, of any vLLM server")
+    dtypes = ("bfloat16", "float16", "float32")
+    parser.add_argument("--dtype", choices=dtypes, help="the server's for --by-log-probs, if not the checkpoint's")
+    parser.add_argument("--watch", action="store_true", help="compare each version until Ctrl-C, in a line each")
+    parser.add_argument(
+        "--json", action="store_true", help="print the workers' answers as they are, with every tensor that differs"
+    )
     options = parser.parse_args(argv)
-    answers = ask(options.engine, options.model)
-    is_same = all(not answer["different"] and not answer["unknown"] for answer in answers)
+    engine = options.engine.rstrip("/")
+    if options.by_log_probs:
+        if options.adapter or options.watch or options.json:
+            raise UsageError("--by-log-probs takes no --adapter, --watch or --json: leave them out")
+        return log_probs.verify(engine, options.model, options.dtype, _make_headers())
+    if options.watch:
+        return watch(engine, Path(options.model), options.adapter)
+    answers = ask(engine, options.model, options.adapter)
     if options.json:
         print(json.dumps(answers))
     else:
         for answer in answers:
-            print("\n".join(describe(answer)))
-    return ExitCode.OK if is_same else ExitCode.RUN
+            print("\n".join(describe_worker(answer)))
+    return ExitCode.OK if all(map(is_equal, answers)) else ExitCode.RUN
 
 
-def ask(engine: str, folder: str) -> list[dict[str, Any]]:
+def watch(engine: str, folder: Path, adapter: str | None) -> int:
+    """Print a line for each version that is written, until Ctrl-C; return RUN if a server held another one."""
+    compared: object = None
+    is_same = True
+    try:
+        while True:
+            before = _find_newest(folder)
+            time.sleep(_SECONDS)
+            if before is None or before == compared or before != _find_newest(folder):
+                continue
+            answers, compared = ask(engine, str(before[1]), adapter), before
+            wrong = [answer for answer in answers if not is_equal(answer)]
+            is_same = is_same and not wrong
+            lines = [line.strip() for answer in wrong[:1] or answers[:1] for line in describe_worker(answer)]
+            print(f"{time.strftime('%H:%M:%S')} {before[1]}: {'; '.join(lines[:2])}", flush=True)
+    except KeyboardInterrupt:
+        return ExitCode.OK if is_same else ExitCode.RUN
+
+
+def _find_newest(folder: Path) -> tuple[float, Path] | None:
+    """Return the time and the folder of the newest checkpoint in a folder or in one of its own."""
+    if not folder.is_dir():
+        raise InputError(f"{folder} is not a folder: name one with checkpoints")
+    return max(
+        ((file.stat().st_mtime, file.parent) for depth in ("", "*/") for file in folder.glob(f"{depth}*.safetensors")),
+        default=None,
+    )
+
+
+def is_equal(answer: Mapping[str, Any]) -> bool:
+    """Check whether a worker holds the folder's tensors, and the adapter's where it was asked for."""
+    return (
+        not answer["different"] and not answer["unknown"] and ("adapter" not in answer or is_equal(answer["adapter"]))
+    )
+
+
+def ask(engine: str, folder: str, adapter: str | None = None) -> list[dict[str, Any]]:
     """Have each worker of a server compare its tensors; raise an error that names what to change if one cannot."""
-    key = os.environ.get("VLLM_API_KEY")
     try:
         answer = httpx.post(
-            f"{engine.rstrip('/')}/collective_rpc",
-            json={"method": "megatron_rl_verify", "args": [folder]},
-            headers={"Authorization": f"Bearer {key}"} if key else {},
+            f"{engine}/collective_rpc",
+            json={"method": "megatron_rl_verify", "args": [folder, *filter(None, [adapter])]},
+            headers=_make_headers(),
             timeout=None,
         )
     except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -66,16 +125,28 @@ def ask(engine: str, folder: str) -> list[dict[str, Any]]:
     return answers
 
 
-def describe(answer: Mapping[str, Any]) -> Iterator[str]:
+def _make_headers() -> dict[str, str]:
+    key = os.environ.get("VLLM_API_KEY")
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def describe_worker(answer: Mapping[str, Any]) -> Iterator[str]:
     """Yield the lines about a worker."""
+    yield from _describe_tensors(f"worker {answer['rank']}", answer)
+    if "adapter" in answer:
+        adapter = answer["adapter"]
+        yield from _describe_tensors(f"worker {answer['rank']}, adapter {adapter['number']}", adapter)
+
+
+def _describe_tensors(holder: str, answer: Mapping[str, Any]) -> Iterator[str]:
     different, unknown = answer["different"], answer["unknown"]
     same, all_of_it = answer["compared"] - len(different), answer["compared"] + len(unknown)
-    yield f"worker {answer['rank']}: {same} of {all_of_it} tensors are the folder's, bit for bit"
+    yield f"{holder}: {same} of {all_of_it} tensors are equal, bit for bit"
     lines = [f"  {name}: {_describe_difference(one)}" for name, one in different.items()]
     lines += [f"  {name}: not compared, {reason}" for name, reason in unknown.items()]
     yield from lines[:_NUM_LINES]
     if len(lines) > _NUM_LINES:
-        yield f"  and {len(lines) - _NUM_LINES} more: --json has all"
+        yield f"  and {len(lines) - _NUM_LINES} more"
 
 
 def _describe_difference(one: Mapping[str, Any]) -> str:

@@ -15,15 +15,18 @@ import contextlib
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megatron_rl.errors import InputError
 from megatron_rl.sidecar.vllm import patches
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_NO_ADAPTER = (1 << 31) - 1
+"""A number that no adapter of a server's has."""
 _PACKED = "cpu_linear"
 """The attribute of a layer whose weights vLLM has packed for a CPU: the function that multiplies by them."""
 _ROWS_AT_ONCE, _NUMBERS_AT_ONCE = 512, 1 << 24
@@ -39,21 +42,83 @@ class Verifier:
     model_runner: Any
     vllm_config: Any
 
-    def megatron_rl_verify(self, folder: str) -> dict[str, Any]:
-        """Compare the model with the safetensors of a folder on this host; answer plain data."""
-        from vllm.model_executor.model_loader.reload.inplace import reload_weights
+    def megatron_rl_verify(self, folder: str, adapter: str | None = None) -> dict[str, Any]:
+        """Compare the model, and a slot of adapters, with the safetensors of folders on this host; answer plain data.
 
-        model, files = self.model_runner.get_model(), sorted(Path(folder).glob("*.safetensors"))
-        if not files:
-            return {"rank": self.rank, "error": f"{folder} has no safetensors on the engine's host"}
-        comparison = TensorComparison(model)
+        If a folder cannot be loaded, the answer is the error.
+        """
         try:
-            with torch.no_grad(), _packing(model), _replaced(comparison, model), _comparing(comparison):
-                reload_weights(self.vllm_config, model, _read(files), None, is_checkpoint_format=True)
-                comparison.compare_tied()
+            answer = compare_weights(self, read_folder(folder))
+            if adapter is not None:
+                answer["adapter"] = compare_adapter(self, adapter)
+        except InputError as error:
+            answer = {"error": str(error)}
         except Exception as error:
-            return {"rank": self.rank, "error": f"vLLM cannot load {folder} into this model: {error!r}"}
-        return {"rank": self.rank, **comparison.describe()}
+            folders = " and ".join(filter(None, (folder, adapter)))
+            answer = {"error": f"vLLM cannot load {folders} into this model: {error!r}"}
+        return {"rank": self.rank, **answer}
+
+
+def compare_weights(worker: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Any]:
+    """Compare a worker's model with the tensors of a checkpoint."""
+    from vllm.model_executor.model_loader.reload.inplace import reload_weights
+
+    model = worker.model_runner.get_model()
+    comparison = TensorComparison(model)
+    with torch.no_grad(), _packing(model), _replaced(comparison, model), _comparing(comparison):
+        reload_weights(worker.vllm_config, model, weights, None, is_checkpoint_format=True)
+        comparison.compare_tied()
+        comparison.compare_rotations()
+    return comparison.describe()
+
+
+def compare_adapter(worker: Any, folder: str) -> dict[str, Any]:
+    """Compare the slots of adapters with a folder of PEFT's; return the comparison with the slot that is nearest.
+
+    vLLM writes the folder's factors into each slot by turns, and what the slot held is put back.
+    """
+    from vllm.lora.request import LoRARequest
+
+    loading = getattr(worker.model_runner, "lora_manager", None)
+    if loading is None:
+        raise InputError("the engine has no slots for adapters: start it with --enable-lora")
+    manager = loading._adapter_manager
+    adapter = loading._load_adapter(LoRARequest(folder, _NO_ADAPTER, folder))
+    manager._create_merged_loras_inplace(adapter)
+    answers = []
+    for slot, number in enumerate(manager.lora_index_to_id):
+        if number is not None:
+            comparison = TensorComparison(manager.model)
+            for name, layer in manager.modules.items():
+                _compare_slot(comparison, layer, slot, manager._get_lora_layer_weights(adapter, name))
+            answers.append({**comparison.describe_compared(), "number": number})
+    if not answers:
+        raise InputError("the engine holds no adapter: a slot is filled by the first request that names one")
+    return min(answers, key=lambda answer: len(answer["different"]))
+
+
+def _compare_slot(comparison: "TensorComparison", layer: Any, slot: int, wanted: Any) -> None:
+    stacks = {name: some for name, some in vars(layer).items() if name.endswith("_stacked")}
+    if hasattr(layer, "adapter_enabled"):
+        for name in stacks:
+            comparison.note_unknown(layer, name, "adapters of experts are not compared")
+        return
+    tensors = {
+        f"{name}.{index}": stack[slot : slot + 1]
+        for name, some in stacks.items()
+        for index, stack in enumerate([some] if isinstance(some, torch.Tensor) else some)
+    }
+    held = {name: tensor.clone() for name, tensor in tensors.items()}
+    try:
+        if wanted is None:
+            layer.reset_lora(slot)
+        else:
+            layer.set_lora(slot, wanted.lora_a, wanted.lora_b)
+        for name, tensor in tensors.items():
+            comparison.compare(layer, name, held[name], tensor)
+    finally:
+        for name, tensor in tensors.items():
+            tensor.copy_(held[name])
 
 
 @contextlib.contextmanager
@@ -76,10 +141,14 @@ def _packing(model: torch.nn.Module) -> Iterator[None]:
         Method.process_weights_after_loading = held
 
 
-def _read(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
+def read_folder(folder: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a folder's safetensors."""
     from safetensors import safe_open
 
-    for path in files:
+    paths = sorted(Path(folder).glob("*.safetensors"))
+    if not paths:
+        raise InputError(f"{folder} has no safetensors on the engine's host")
+    for path in paths:
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118
                 yield name, file.get_tensor(name)
@@ -136,15 +205,29 @@ class TensorComparison:
             if multiply is not None and weight is not None and weight.dim() == 2:
                 self.compare(layer, "weight (packed)", _unpack(layer, multiply, weight), weight)
 
+    def compare_rotations(self) -> None:
+        """Compare the tables of rotations with those that vLLM computes again."""
+        for layer in self._names:
+            held, compute = layer._buffers.get("cos_sin_cache"), getattr(layer, "_compute_cos_sin_cache", None)
+            if held is not None and compute is not None:
+                with held.device:
+                    self.compare(layer, "cos_sin_cache", held, compute().to(held.dtype))
+
     def describe(self) -> dict[str, Any]:
         tensors = dict(self._model.named_parameters(remove_duplicate=False))
         others = {name for name, tensor in tensors.items() if tensor.numel()} - self._compared - self._unknown.keys()
         same = {tensors[name].data_ptr() for name in self._compared & tensors.keys()}
-        left = {name: "the folder has no weights for it" for name in others if tensors[name].data_ptr() not in same}
+        self._unknown |= {
+            name: "no weights are given for it" for name in others if tensors[name].data_ptr() not in same
+        }
+        return self.describe_compared()
+
+    def describe_compared(self) -> dict[str, Any]:
+        """Describe what was compared, whether or not it was all."""
         return {
             "compared": len(self._compared),
-            "different": {name: self._differences[name] for name in sorted(self._differences)},
-            "unknown": dict(sorted({**left, **self._unknown}.items())),
+            "different": dict(sorted(self._differences.items())),
+            "unknown": dict(sorted(self._unknown.items())),
         }
 
 

@@ -2,19 +2,27 @@
 
 import json
 import os
+import re
+import shutil
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
+import peft
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from megatron_rl.cli import main
+from megatron_rl.verify import trl
+from megatron_rl.verify.trainer import NotSynced
 from tests import hf_models
 from tests.processes import ROOT
 
@@ -43,6 +51,8 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         "--max-model-len", "64", "--dtype", "float32", "--kv-cache-memory-bytes", str(1 << 24),
         "--gpu-memory-utilization", "0.1", "--tensor-parallel-size", str(size),
     ]  # fmt: skip
+    if request.param == "qwen2":
+        command += ["--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"tuned={draw_adapter(folder)}"]
     cores = {"VLLM_CPU_OMP_THREADS_BIND": "|".join("01"[:size])}
     variables = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": str(ROOT), **cores}
     log = folder.parent / f"{request.param}.log"
@@ -60,6 +70,19 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         server.wait(60)
 
 
+def draw_adapter(folder: Path) -> Path:
+    """Draw an adapter of the model's with PEFT."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    targets = ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]
+    tuned = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=12, target_modules=targets))
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in tuned.named_parameters():
+        if "lora_" in name:
+            parameter.data = 0.1 * torch.randn(parameter.shape, generator=generator)
+    tuned.save_pretrained(folder.parent / "adapter")
+    return folder.parent / "adapter"
+
+
 def _is_ready(address: str) -> bool:
     try:
         return httpx.get(f"{address}/health", timeout=5).status_code == 200
@@ -67,9 +90,16 @@ def _is_ready(address: str) -> bool:
         return False
 
 
-def answer(address: str) -> list[int]:
+def answer(address: str, model: str | None = None) -> list[int]:
     """Return the tokens that the server answers with."""
-    asked = {"prompt": [1, 2, 3, 4], "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    asked = {
+        "model": model,
+        "prompt": [1, 2, 3, 4],
+        "max_tokens": 8,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
     (choice,) = httpx.post(f"{address}/v1/completions", json=asked, timeout=60).json()["choices"]
     tokens: list[int] = choice["token_ids"]
     return tokens
@@ -104,7 +134,7 @@ def test_a_folder_that_lacks_a_tensor_or_has_another_shape_is_not_the_servers(se
     norm = weights.pop("model.norm.weight")
     save_file(weights, tmp_path / "model.safetensors")
     assert main(["verify", address, "--model", str(tmp_path)]) == 5
-    assert "model.norm.weight: not compared, the folder has no weights for it" in capsys.readouterr().out
+    assert "model.norm.weight: not compared, no weights are given for it" in capsys.readouterr().out
     for other, said in (({"model.norm.weight": torch.ones(3)}, "cannot load"), ({}, "has no safetensors")):
         (tmp_path / "model.safetensors").unlink()
         if other:
@@ -116,3 +146,108 @@ def test_a_folder_that_lacks_a_tensor_or_has_another_shape_is_not_the_servers(se
     assert len(norm) > 3
     assert answer(address) == before
     assert main(["verify", address, "--model", str(folder)]) == 0
+
+
+def test_an_adapter_is_compared_in_its_slot(served, tmp_path, capsys) -> None:
+    address, folder = served
+    adapter = folder.parent / "adapter"
+    words = ["verify", address, "--model", str(folder), "--adapter"]
+    if not adapter.exists():
+        assert main([*words, str(tmp_path)]) == 4
+        assert "has no slots for adapters: start it with --enable-lora" in capsys.readouterr().err
+        return
+    assert main([*words, str(adapter)]) == 0
+    assert "adapter 1: 56 of 56 tensors are equal, bit for bit" in capsys.readouterr().out
+    shutil.copytree(adapter, tmp_path / "other")
+    weights = load_file(adapter / "adapter_model.safetensors")
+    before = answer(address, "tuned")
+    for name in weights:
+        changed = weights[name].clone()
+        changed.view(-1)[-1] += 0.1
+        save_file({**weights, name: changed}, tmp_path / "other" / "adapter_model.safetensors")
+        assert main([*words, str(tmp_path / "other"), "--json"]) == 5, name
+        (worker,) = json.loads(capsys.readouterr().out)
+        assert not worker["different"]
+        assert [one["numbers"] for one in worker["adapter"]["different"].values()] == [1], name
+    assert answer(address, "tuned") == before != answer(address)
+    assert main([*words, str(tmp_path)]) == 4
+    assert "vLLM cannot load" in capsys.readouterr().err
+
+
+def test_log_probs_show_a_changed_layer_and_say_what_they_cannot_show(served, tmp_path, capsys) -> None:
+    address, folder = served
+    words = ["verify", address, "--by-log-probs", "--model"]
+    assert main([*words, str(folder)]) == 0
+    printed = capsys.readouterr().out
+    assert "the weights may be equal" in printed
+    seen = dict(re.findall(r"  (model.layers.\d): a random change of its weights is seen from (.*) % on", printed))
+    assert len(seen) >= 2
+    shutil.copytree(folder, tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    for layer, least in seen.items():
+        # Three times the least change that is said to be seen, then a tenth of it.
+        for times, code in ((3, 5), (0.1, 0)):
+            generator = torch.Generator().manual_seed(3)
+            changed = {
+                name: weight * (1 + times * float(least) / 100 * torch.randn(weight.shape, generator=generator))
+                if name.startswith(f"{layer}.") else weight
+                for name, weight in weights.items()
+            }  # fmt: skip
+            save_file(changed, tmp_path / "model" / "model.safetensors")
+            assert main([*words, str(tmp_path / "model")]) == code, (layer, least, capsys.readouterr().out)
+
+
+def test_each_version_that_is_written_has_a_line(served, tmp_path) -> None:
+    address, folder = served
+    command = [sys.executable, "-m", "megatron_rl.cli", "verify", address, "--watch", "--model", str(tmp_path)]
+    weights = load_file(folder / "model.safetensors")
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as watching:
+        try:
+            for number, factor in enumerate((1.0, 1.5, 1.0)):
+                (version := tmp_path / f"iter_{number}").mkdir()
+                weights["model.norm.weight"] *= factor
+                save_file(weights, version / "model.safetensors")
+                line = watching.stdout.readline()
+                assert f"{version}: worker 0: " in line
+                assert ("model.norm.weight: " in line) == (number > 0)
+        finally:
+            watching.send_signal(signal.SIGINT)
+    assert watching.wait(30) == 5
+
+
+def test_a_trainer_of_trl_compares_what_a_server_holds(served) -> None:
+    address, folder = served
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    if any("experts.gate_up_proj" in name for name, _ in model.named_parameters()):
+        # vLLM does not load experts as transformers 5 stacks them, so TRL cannot sync them.
+        return
+    generation = SimpleNamespace(
+        mode="server",
+        model=model,
+        sync_weights=lambda: None,
+        accelerator=SimpleNamespace(is_main_process=True, process_index=0),
+        vllm_client=SimpleNamespace(base_url=address),
+        _iter_named_params=lambda: ((name, parameter.data) for name, parameter in model.named_parameters()),
+    )
+    watched = trl.watch(SimpleNamespace(vllm_generation=generation))
+    generation.sync_weights()
+    assert watched.num_syncs == 1
+    with torch.no_grad():
+        model.model.norm.weight[0] += 1
+    with pytest.raises(NotSynced, match=r"model\.norm\.weight: 1 of \d+ numbers differ"):
+        generation.sync_weights()
+
+
+def test_the_notebook_shows_an_equal_and_a_changed_folder(capsys) -> None:
+    cells = json.loads((ROOT / "examples" / "verify.ipynb").read_text())["cells"]
+    names: dict[str, object] = {}
+    try:
+        for cell in cells:
+            if cell["cell_type"] == "code":
+                exec("".join(cell["source"]), names)
+    finally:
+        if "server" in names:
+            names["server"].kill()
+    printed = capsys.readouterr().out
+    assert re.search(r"worker 0: (\d+) of \1 tensors are equal, bit for bit", printed)
+    assert "gate_up_proj.weight: 1 of 12288 numbers differ, by at most 0.25; the first at [99, 5]" in printed

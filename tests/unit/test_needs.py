@@ -12,7 +12,7 @@ from tests import extras
 from tests.ranks import ROOT
 
 GROUPS = ("always", "cpu", "cuda", "npu", "math", "parquet", "picture", "ray", "report", "tensorboard", "verifiers")
-# Imported if installed, and named by an error if needed; jinja2 comes with torch.
+# Imported if installed, and named by an error if needed; jinja2 comes with torch, and verl imports what imports it.
 FREE = {
     "fla",
     "flash_attn",
@@ -21,6 +21,7 @@ FREE = {
     "mindspeed",
     "transformer_engine",
     "triton",
+    "verl",
     "wandb",
     "vllm_ascend",
 }

