@@ -202,7 +202,7 @@ class TensorComparison:
         """Compare the packed copies of weights that another layer holds: vLLM loads only that layer."""
         for layer in self._names:
             multiply, weight = layer.__dict__.get(_PACKED), layer._parameters.get("weight")
-            if multiply is not None and weight is not None and weight.dim() == 2:
+            if _holds_weights(multiply) and weight is not None and weight.dim() == 2:
                 self.compare(layer, "weight (packed)", _unpack(layer, multiply, weight), weight)
 
     def compare_rotations(self) -> None:
@@ -229,6 +229,11 @@ class TensorComparison:
             "different": dict(sorted(self._differences.items())),
             "unknown": dict(sorted(self._unknown.items())),
         }
+
+
+def _holds_weights(multiply: Callable[..., torch.Tensor] | None) -> bool:
+    """Check whether a layer's function multiplies by weights of its own, and not by its layer's parameter."""
+    return getattr(multiply, "__closure__", None) is not None
 
 
 def _unpack(layer: Any, multiply: Callable[..., torch.Tensor], weight: torch.Tensor) -> torch.Tensor:
@@ -340,6 +345,8 @@ def _kept(comparison: TensorComparison, layer: Any, weight: torch.Tensor | None)
             for name, new in vars(owner).items():
                 held = kept.get(name)
                 if new is held or name in ("_parameters", "_buffers"):
+                    continue
+                if name == _PACKED and not _holds_weights(new) and not _holds_weights(held):
                     continue
                 if name == _PACKED and weight is not None and held is not None:
                     comparison.compare(layer, "weight", _unpack(layer, held, weight), _unpack(layer, new, weight))
