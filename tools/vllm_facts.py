@@ -61,6 +61,7 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
         "process_weights_after_loading",
     ),
     "vllm.model_executor.model_loader.reload.layerwise._copy_and_restore_kernel_tensors": (),
+    "vllm.model_executor.model_loader.reload.meta.materialize_layer": (),
     "vllm.model_executor.model_loader.reload.layerwise._finalize_attention_layer": (),
     "vllm.model_executor.model_loader.reload.layerwise._layerwise_process": (),
     "vllm.model_executor.model_loader.reload.layerwise._place_kernel_tensors": (),
@@ -118,6 +119,7 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
     "vllm.v1.worker.gpu.sample.sampler.compute_topk_scores": (),
     "vllm.v1.worker.gpu_worker.Worker": ("reload_weights",),
     "vllm.v1.worker.lora_model_runner_mixin.LoRAModelRunnerMixin": ("_set_active_loras",),
+    "vllm.config.set_current_vllm_config": (),
     "vllm.config.aux_output.AuxOutputConfig": ("enable_return_routed_experts",),
     "vllm.config.cache.CacheConfig": ("cache_dtype",),
     "vllm.config.vllm.VllmConfig": ("aux_output_config",),
@@ -148,7 +150,8 @@ COUNTERS = ("vllm:generation_tokens", "vllm:prompt_tokens")
 FINISH_REASONS = ("stop", "length", "abort")
 ROUTES = re.compile(r"""@router\.(get|post)\(\s*["'](/[\w/]+)["']""")
 USED_ROUTES = (
-    "GET /health", "POST /finish_weight_update", "POST /init_weight_transfer_engine", "POST /reset_prefix_cache",
+    "GET /get_world_size", "GET /health", "POST /finish_weight_update", "POST /init_weight_transfer_engine",
+    "POST /reset_prefix_cache",
     "POST /shutdown_weight_transfer_engine", "POST /start_weight_update", "POST /update_weight_version",
     "POST /update_weights",
 )  # fmt: skip

@@ -16,6 +16,7 @@ The exit code is 0 if every tensor is the folder's, and 5 if one is not, or cann
 """
 
 import argparse
+import contextlib
 import json
 import os
 import time
@@ -25,8 +26,9 @@ from typing import Any
 
 import httpx
 
-from megatron_rl.errors import ExitCode, InputError, UsageError
+from megatron_rl.errors import ExitCode, InputError, MegatronRLError, UsageError
 from megatron_rl.verify import log_probs
+from megatron_rl.verify.folders import list_safetensors
 
 _FLAG = "--worker-extension-cls megatron_rl.verify.worker.Verifier, or add --by-log-probs"
 _NUM_LINES = 20
@@ -68,31 +70,38 @@ def main(argv: Sequence[str]) -> int:
 
 def watch(engine: str, folder: Path, adapter: str | None) -> int:
     """Print a line for each version that is written, until Ctrl-C; return RUN if a server held another one."""
-    compared: object = None
+    if not folder.is_dir():
+        raise InputError(f"{folder} is not a folder: name one with checkpoints")
+    # Of the versions that exist only the newest can be the server's.
+    compared = {*sorted(_list_versions(folder))[:-1]}
     is_same = True
     try:
         while True:
-            before = _find_newest(folder)
+            before = _list_versions(folder) - compared
             time.sleep(_SECONDS)
-            if before is None or before == compared or before != _find_newest(folder):
-                continue
-            answers, compared = ask(engine, str(before[1]), adapter), before
-            wrong = [answer for answer in answers if not is_equal(answer)]
-            is_same = is_same and not wrong
-            lines = [line.strip() for answer in wrong[:1] or answers[:1] for line in describe_worker(answer)]
-            print(f"{time.strftime('%H:%M:%S')} {before[1]}: {'; '.join(lines[:2])}", flush=True)
+            for version in sorted(before & _list_versions(folder)):
+                compared.add(version)
+                try:
+                    answers = ask(engine, str(version[1]), adapter)
+                except MegatronRLError as error:
+                    lines = [str(error)]
+                else:
+                    wrong = [answer for answer in answers if not is_equal(answer)]
+                    is_same = is_same and not wrong
+                    lines = [line.strip() for answer in wrong[:1] or answers[:1] for line in describe_worker(answer)]
+                print(f"{time.strftime('%H:%M:%S')} {version[1]}: {'; '.join(lines[:2])}", flush=True)
     except KeyboardInterrupt:
         return ExitCode.OK if is_same else ExitCode.RUN
 
 
-def _find_newest(folder: Path) -> tuple[float, Path] | None:
-    """Return the time and the folder of the newest checkpoint in a folder or in one of its own."""
-    if not folder.is_dir():
-        raise InputError(f"{folder} is not a folder: name one with checkpoints")
-    return max(
-        ((file.stat().st_mtime, file.parent) for depth in ("", "*/") for file in folder.glob(f"{depth}*.safetensors")),
-        default=None,
-    )
+def _list_versions(folder: Path) -> set[tuple[float, Path]]:
+    """Return the time and the folder of each whole checkpoint, in a folder or in one of its own."""
+    versions = set()
+    for place in {file.parent for depth in ("", "*/") for file in folder.glob(f"{depth}*.safetensors")}:
+        # A file may go at any time.
+        with contextlib.suppress(OSError, InputError):
+            versions.add((max(file.stat().st_mtime for file in list_safetensors(place)), place))
+    return versions
 
 
 def is_equal(answer: Mapping[str, Any]) -> bool:
@@ -120,6 +129,13 @@ def ask(engine: str, folder: str, adapter: str | None = None) -> list[dict[str, 
     if answer.status_code != 200:
         raise UsageError(f"{engine} refused ({answer.status_code}): start it with {_FLAG}; its log has the reason")
     answers: list[dict[str, Any]] = answer.json()["results"]
+    # vLLM hands on the answers of one of several data-parallel engines.
+    size = httpx.get(f"{engine}/get_world_size", headers=_make_headers(), timeout=60)
+    if size.status_code == 200 and len(answers) != (num_workers := size.json()["world_size"]):
+        raise UsageError(
+            f"{engine} answers for {len(answers)} of its {num_workers} workers, so the others may hold anything: "
+            "verify a server without --data-parallel-size"
+        )
     if errors := [f"worker {one['rank']}: {one['error']}" for one in answers if "error" in one]:
         raise InputError("; ".join(errors))
     return answers

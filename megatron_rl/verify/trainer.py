@@ -1,12 +1,8 @@
-"""Parts of the callbacks for trainers of others: a difference as an error or a warning, and weights as a folder."""
+"""A difference between a trainer and its engines, as an error or a warning."""
 
-import tempfile
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-import torch
 
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.verify.command import describe_worker, is_equal
@@ -27,18 +23,3 @@ def report(text: str, warns: bool) -> None:
     if not warns:
         raise NotSynced(text)
     warnings.warn(text, stacklevel=2)
-
-
-def make_shared_folder(place: str | None) -> tempfile.TemporaryDirectory[str]:
-    """Make a folder that the engines of this host can read: in memory, if no other place is named."""
-    memory = Path("/dev/shm")
-    return tempfile.TemporaryDirectory(dir=place or (memory if memory.is_dir() else None))
-
-
-def saving(weights: Iterable[tuple[str, torch.Tensor]], folder: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the weights, and save each in a file of its own."""
-    from safetensors.torch import save_file
-
-    for number, (name, tensor) in enumerate(weights):
-        save_file({name: tensor.detach().contiguous()}, f"{folder}/{number}.safetensors")
-        yield name, tensor

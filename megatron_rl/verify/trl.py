@@ -12,10 +12,12 @@ megatron_rl.verify.worker.Verifier` on the trainer's host, is compared through a
 Not known here: adapters whose parameters are divided by FSDP or ZeRO-3, which `watch` refuses.
 """
 
+import collections
 import contextlib
 import functools
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +25,8 @@ import torch
 from megatron_rl.errors import UsageError
 from megatron_rl.ops.slices.naive import digest
 from megatron_rl.verify.command import ask
-from megatron_rl.verify.trainer import make_shared_folder, must_be_equal, report, saving
+from megatron_rl.verify.folders import make_shared_folder, save
+from megatron_rl.verify.trainer import must_be_equal, report
 from megatron_rl.verify.worker import compare_weights
 
 
@@ -35,8 +38,7 @@ def watch(trainer: Any, warns: bool = False, folder: str | None = None) -> "Sync
     generation = getattr(trainer, "vllm_generation", None)
     if generation is None:
         raise UsageError("the trainer has no vLLM: set use_vllm=True in its arguments")
-    is_divided = any(getattr(trainer, f"is_{kind}_enabled", False) for kind in ("fsdp", "deepspeed"))
-    if is_divided and hasattr(generation.model, "merge_adapter"):
+    if hasattr(generation.model, "merge_adapter") and (generation._dist.is_fsdp or generation._dist.is_zero3):
         raise UsageError("adapters whose parameters are divided cannot be compared: leave out FSDP or ZeRO-3")
     return SyncWatch(generation, warns, folder)
 
@@ -51,7 +53,7 @@ class SyncWatch:
         """The time of all comparisons."""
         self._generation, self._warns, self._folder = generation, warns, folder
         self._digests: dict[str, list[int]] = {}
-        self._is_compared = False
+        self._is_read = False
         self._is_here = generation.mode == "colocate"
         generation.sync_weights = self._then_comparing(generation.sync_weights)
         if self._is_here:
@@ -61,51 +63,62 @@ class SyncWatch:
     def _then_comparing(self, sync: Any) -> Any:
         @functools.wraps(sync)
         def sync_and_compare(*args: Any, **kwargs: Any) -> None:
-            self._is_compared = False
-            with self._comparing_merged():
-                sync(*args, **kwargs)
-            if not self._is_compared:
-                self._compare()
+            self._is_read = False
+            with contextlib.nullcontext() if self._is_here else make_shared_folder(self._folder) as folder:
+                with self._reading_merged(folder):
+                    sync(*args, **kwargs)
+                if not self._is_read:
+                    self._read(folder)
+                if folder is not None and self._generation.accelerator.is_main_process:
+                    begin = time.perf_counter()
+                    answers = ask(self._generation.vllm_client.base_url, folder)
+                    self.seconds += time.perf_counter() - begin
+                    must_be_equal(answers, self._warns)
             self.num_syncs += 1
 
         return sync_and_compare
 
     @contextlib.contextmanager
-    def _comparing_merged(self) -> Iterator[None]:
-        """Compare before the trainer takes adapters out of its weights again, which rounds these."""
+    def _reading_merged(self, folder: str | None) -> Iterator[None]:
+        """Read the weights before the trainer takes adapters out of them again, which rounds them."""
         model = self._generation.model
         unmerge = getattr(model, "unmerge_adapter", None)
         if unmerge is None:
             yield
             return
+        before = vars(model).get("unmerge_adapter")
 
-        def compare_and_unmerge() -> None:
-            self._compare()
-            unmerge()
+        def read_and_unmerge() -> None:
+            try:
+                self._read(folder)
+            finally:
+                unmerge()
 
-        model.unmerge_adapter = compare_and_unmerge
+        model.unmerge_adapter = read_and_unmerge
         try:
             yield
         finally:
             del model.unmerge_adapter
+            if before is not None:
+                model.unmerge_adapter = before
 
-    def _compare(self) -> None:
-        self._is_compared = True
+    def _read(self, folder: str | None) -> None:
+        """Compare the trainer's weights; or save them, since a server that receives weights answers nothing else."""
+        self._is_read = True
         begin, generation = time.perf_counter(), self._generation
         is_tuned = hasattr(generation.model, "merge_adapter")
         weights = list_merged(generation.model) if is_tuned else generation._iter_named_params()
-        if self._is_here:
-            worker = self._worker
-            answers = [{"rank": generation.accelerator.process_index, **compare_weights(worker, weights)}]
+        if folder is None:
+            answers = [{"rank": generation.accelerator.process_index, **compare_weights(self._worker, weights)}]
             self._digests = self._digest()
+            self.seconds += time.perf_counter() - begin
+            must_be_equal(answers, self._warns)
+            return
+        if generation.accelerator.is_main_process:
+            save(Path(folder), weights)
         else:
-            with make_shared_folder(self._folder) as folder:
-                for _ in saving(weights, folder) if generation.accelerator.is_main_process else weights:
-                    pass
-                is_asked = generation.accelerator.is_main_process
-                answers = ask(generation.vllm_client.base_url, folder) if is_asked else []
+            collections.deque(weights, maxlen=0)
         self.seconds += time.perf_counter() - begin
-        must_be_equal(answers, self._warns)
 
     @property
     def _worker(self) -> Any:

@@ -2,32 +2,49 @@
 
     VERL_USE_EXTERNAL_MODULES=megatron_rl.verify.verl python -m verl.trainer.main_ppo ...
 
-verl imports this module in each of its processes, trainers and vLLM's workers alike. A difference is an error of the
-sync, and ends the run; MEGATRON_RL_VERIFY=warn only warns. Weights pass through a folder in memory, once more than
-without; MEGATRON_RL_VERIFY_FOLDER names another folder of the host. Adapters are compared in their slot.
+verl imports this module in each of its processes that has the variable, and each sync that was compared is logged. To a
+Ray cluster that runs already, `ray_kwargs.ray_init.runtime_env.env_vars` must pass it. A difference is an error of the
+sync, and ends the run; MEGATRON_RL_VERIFY=warn only warns. Weights pass through a folder in memory once more;
+MEGATRON_RL_VERIFY_FOLDER names another one, which all hosts of a server share.
 
-Not known here: the wire format `delta_flush`, whose syncs are not compared, and say so.
+Adapters are compared in their slot, and the weights below them when they are sent. Syncs in the wire format
+`delta_flush` are not compared, and say so.
 """
 
 import dataclasses
 import functools
 import json
+import logging
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import save_file
+from verl.utils.vllm import resolve_weight_name
+from verl.workers.rollout.utils import ensure_async_iterator
 from verl.workers.rollout.vllm_rollout import utils, vllm_rollout
 
-from megatron_rl.verify.trainer import make_shared_folder, must_be_equal, saving
-from megatron_rl.verify.worker import compare_adapter, compare_weights, read_folder
+from megatron_rl.verify.folders import make_shared_folder, read_folder, save_one
+from megatron_rl.verify.trainer import must_be_equal
+from megatron_rl.verify.worker import compare_adapter, compare_weights
+
+_LOGGER = logging.getLogger(__name__)
 
 
 def must_hold(worker: Any, folder: str, is_adapter: bool) -> None:
     """Raise NotSynced, or warn, unless a worker of vLLM's holds the weights of a folder."""
-    answer = compare_adapter(worker, folder) if is_adapter else compare_weights(worker, read_folder(folder))
+    if is_adapter:
+        answer = compare_adapter(worker, folder)
+    else:
+        # A trainer of adapters has other names for the weights below them.
+        model = worker.model_runner.get_model()
+        names = {name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())}
+        weights = read_folder(Path(folder))
+        answer = compare_weights(worker, ((resolve_weight_name(model, name, names), one) for name, one in weights))
     must_be_equal([{"rank": worker.rank, **answer}], os.environ.get("MEGATRON_RL_VERIFY") == "warn")
+    _LOGGER.warning("megatron_rl.verify: worker %s was compared with the trainer", worker.rank)
 
 
 def comparing(update_weights: Any) -> Any:
@@ -35,13 +52,16 @@ def comparing(update_weights: Any) -> Any:
 
     @functools.wraps(update_weights)
     async def update_and_compare(self: Any, weights: Any, *args: Any, **kwargs: Any) -> None:
-        if kwargs.get("wire_format", "named_tensors") != "named_tensors":
-            warnings.warn("megatron_rl.verify.verl does not compare weights that are sent as differences", stacklevel=2)
+        is_whole = kwargs.get("wire_format", "named_tensors") == "named_tensors"
+        # One rank of each server calls its workers.
+        if not is_whole or not self._has_server:
+            if not is_whole:
+                warnings.warn("megatron_rl.verify.verl compares no weights that are sent as differences", stacklevel=2)
             await update_weights(self, weights, *args, **kwargs)
             return
         adapter = kwargs.get("peft_config") if kwargs.get("base_sync_done") else None
         with make_shared_folder(os.environ.get("MEGATRON_RL_VERIFY_FOLDER")) as folder:
-            await update_weights(self, saving(weights, folder), *args, **kwargs)
+            await update_weights(self, _saving(weights, Path(folder)), *args, **kwargs)
             if adapter:
                 _write_adapter(Path(folder), adapter)
             await self._execute_method("megatron_rl_must_hold", args=(folder, bool(adapter)))
@@ -49,11 +69,17 @@ def comparing(update_weights: Any) -> Any:
     return update_and_compare
 
 
+async def _saving(weights: Any, folder: Path) -> AsyncIterator[Any]:
+    number = 0
+    async for name, tensor in ensure_async_iterator(weights):
+        save_one(folder, number, name, tensor)
+        number += 1
+        yield name, tensor
+
+
 def _write_adapter(folder: Path, config: Any) -> None:
     """Make PEFT's folder of an adapter of the tensors that were saved."""
-    from safetensors.torch import save_file
-
-    tensors = dict(read_folder(str(folder)))
+    tensors = dict(read_folder(folder))
     for path in folder.glob("*.safetensors"):
         path.unlink()
     save_file(tensors, folder / "adapter_model.safetensors")

@@ -8,7 +8,8 @@ memory of one more layer.
 Invariants:
 
 - after a comparison, with whatever end, the model holds the tensors that it held before, with the same bits;
-- a tensor counts as equal only if its bits were compared; all others are listed with the reason.
+- a tensor counts as equal only if its bits were compared; all others are listed with the reason, but for scales of the
+  cache, which are single numbers.
 """
 
 import contextlib
@@ -23,6 +24,7 @@ import torch
 
 from megatron_rl.errors import InputError
 from megatron_rl.sidecar.vllm import patches
+from megatron_rl.verify.folders import read_folder
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NO_ADAPTER = (1 << 31) - 1
@@ -48,7 +50,7 @@ class Verifier:
         If a folder cannot be loaded, the answer is the error.
         """
         try:
-            answer = compare_weights(self, read_folder(folder))
+            answer = compare_weights(self, read_folder(Path(folder)))
             if adapter is not None:
                 answer["adapter"] = compare_adapter(self, adapter)
         except InputError as error:
@@ -61,11 +63,15 @@ class Verifier:
 
 def compare_weights(worker: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Any]:
     """Compare a worker's model with the tensors of a checkpoint."""
+    from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload.inplace import reload_weights
 
     model = worker.model_runner.get_model()
     comparison = TensorComparison(model)
-    with torch.no_grad(), _packing(model), _replaced(comparison, model), _comparing(comparison):
+    contexts = (_packing(model), _replaced(comparison, model), _comparing(comparison))
+    with torch.no_grad(), set_current_vllm_config(worker.vllm_config), contextlib.ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
         reload_weights(worker.vllm_config, model, weights, None, is_checkpoint_format=True)
         comparison.compare_tied()
         comparison.compare_rotations()
@@ -141,19 +147,6 @@ def _packing(model: torch.nn.Module) -> Iterator[None]:
         Method.process_weights_after_loading = held
 
 
-def read_folder(folder: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a folder's safetensors."""
-    from safetensors import safe_open
-
-    paths = sorted(Path(folder).glob("*.safetensors"))
-    if not paths:
-        raise InputError(f"{folder} has no safetensors on the engine's host")
-    for path in paths:
-        with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118
-                yield name, file.get_tensor(name)
-
-
 class TensorComparison:
     """The tensors of a model that were compared, and the differences."""
 
@@ -220,6 +213,10 @@ class TensorComparison:
         self._unknown |= {
             name: "no weights are given for it" for name in others if tensors[name].data_ptr() not in same
         }
+        # Tables that vLLM makes of the configuration; single numbers are scales of the cache.
+        for name, buffer in self._model.named_buffers():
+            if buffer.is_floating_point() and buffer.numel() > 1 and name not in self._compared:
+                self._unknown.setdefault(name, "vLLM made it of the configuration")
         return self.describe_compared()
 
     def describe_compared(self) -> dict[str, Any]:
@@ -266,6 +263,8 @@ def _replaced(comparison: TensorComparison, model: torch.nn.Module) -> Iterator[
                 if (held := tensors[name]) is not None:
                     copy: Any = held.detach().clone()
                     copy.__class__, copy.__dict__ = held.__class__, {**vars(held)}
+                    if held.is_floating_point():
+                        copy.data.fill_(math.nan)
                     copy.weight_loader = note((layer, name), getattr(held, "weight_loader", default_weight_loader))
                     kept.append((layer, name, tensors, held))
                     tensors[name] = copy
@@ -273,7 +272,10 @@ def _replaced(comparison: TensorComparison, model: torch.nn.Module) -> Iterator[
         yield
         for layer, name, _, held in kept:
             if (layer, name) in loaded:
-                comparison.compare(layer, name, held, getattr(layer, name))
+                new = getattr(layer, name)
+                comparison.compare(layer, name, held, new)
+                if missing := int((new.isnan() & ~held.isnan()).sum()):
+                    comparison.note_unknown(layer, name, f"{missing} of its {held.numel()} numbers are not given")
     finally:
         for _, name, tensors, held in kept:
             tensors[name] = held
@@ -287,8 +289,18 @@ def _comparing(comparison: TensorComparison) -> Iterator[None]:
     from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process as process
     from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors as place
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+    from vllm.model_executor.model_loader.reload.meta import materialize_layer as materialize
 
     layerwise = sys.modules[get_layerwise_info.__module__]
+
+    def materialize_unlike(layer: torch.nn.Module, info: Any) -> None:
+        """Fill what vLLM leaves as memory is: it may be an earlier comparison's, with the same numbers."""
+        places: tuple[dict[str, Any], ...] = (layer._parameters, layer._buffers)
+        names = [(some, name) for some in places for name, one in some.items() if one is not None and one.is_meta]
+        materialize(layer, info)
+        for some, name in names:
+            # Each number of any dtype is then none, or the largest or the least.
+            some[name].data.flatten().view(torch.uint8).fill_(255)
 
     def compare_tensors(layer: torch.nn.Module, info: Any) -> None:
         parameters, buffers = info.kernel_tensors
@@ -316,13 +328,16 @@ def _comparing(comparison: TensorComparison) -> Iterator[None]:
             comparison.compare(layer, name, held, derived)
             derived.data = held if derived.shape != held.shape else derived.data.copy_(held)
 
-    names = ("_layerwise_process", "_finalize_attention_layer", "_copy_and_restore_kernel_tensors")
-    for name, function in zip(names, (compare_layer, compare_attention, compare_tensors), strict=True):
+    names = (
+        "_layerwise_process", "_finalize_attention_layer", "_copy_and_restore_kernel_tensors", "materialize_layer",
+    )  # fmt: skip
+    ours = (compare_layer, compare_attention, compare_tensors, materialize_unlike)
+    for name, function in zip(names, ours, strict=True):
         setattr(layerwise, name, function)
     try:
         yield
     finally:
-        for name, function in zip(names, (process, attend, copy), strict=True):
+        for name, function in zip(names, (process, attend, copy, materialize), strict=True):
             setattr(layerwise, name, function)
         for layer in comparison._names:
             info = get_layerwise_info(layer)

@@ -48,10 +48,11 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
     size = 2 if request.param == "qwen3_moe" else 1
+    dtype = "bfloat16" if request.param in QUANTIZED else "float32"
     command = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--port", str(port),
         "--worker-extension-cls", "megatron_rl.verify.worker.Verifier", "--skip-tokenizer-init", "--enforce-eager",
-        "--max-model-len", "64", "--dtype", "bfloat16" if request.param in QUANTIZED else "float32", "--kv-cache-memory-bytes", str(1 << 24),
+        "--max-model-len", "64", "--dtype", dtype, "--kv-cache-memory-bytes", str(1 << 24),
         "--gpu-memory-utilization", "0.1", "--tensor-parallel-size", str(size),
         *QUANTIZED.get(request.param, []),
     ]  # fmt: skip
@@ -83,8 +84,8 @@ def draw_adapter(folder: Path) -> Path:
     for name, parameter in tuned.named_parameters():
         if "lora_" in name:
             parameter.data = 0.1 * torch.randn(parameter.shape, generator=generator)
-    tuned.save_pretrained(folder.parent / "adapter")
-    return folder.parent / "adapter"
+    tuned.save_pretrained(folder / "adapter")
+    return folder / "adapter"
 
 
 def is_quantized(folder: Path) -> bool:
@@ -162,7 +163,7 @@ def test_a_folder_that_lacks_a_tensor_or_has_another_shape_is_not_the_servers(se
 
 def test_an_adapter_is_compared_in_its_slot(served, tmp_path, capsys) -> None:
     address, folder = served
-    adapter = folder.parent / "adapter"
+    adapter = folder / "adapter"
     words = ["verify", address, "--model", str(folder), "--adapter"]
     if not adapter.exists():
         assert main([*words, str(tmp_path)]) == 4

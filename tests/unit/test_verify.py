@@ -10,14 +10,20 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import peft
 import pytest
 import torch
+import transformers
 
 from megatron_rl.errors import ExitCode, InputError, UsageError
-from megatron_rl.verify import command
-from megatron_rl.verify.worker import TensorComparison, _kept
+from megatron_rl.verify import command, trl
+from megatron_rl.verify.folders import list_safetensors, read_folder
+from megatron_rl.verify.trainer import NotSynced
+from megatron_rl.verify.worker import TensorComparison, _kept, _replaced
 from tests.processes import ROOT
 
 
@@ -78,6 +84,43 @@ def test_a_tensor_that_was_not_compared_is_not_equal() -> None:
     }  # fmt: skip
 
 
+def test_a_table_that_is_not_computed_again_is_not_equal_and_one_that_is_may_differ() -> None:
+    class Rotary(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("cos_sin_cache", torch.ones(2), persistent=False)
+            self.register_buffer("long_short_cos_sin_cache", torch.ones(2), persistent=False)
+            self.register_buffer("_k_scale", torch.tensor(1.0))
+
+        def _compute_cos_sin_cache(self) -> torch.Tensor:
+            return torch.tensor([1.0, 2.0])
+
+    comparison = TensorComparison(torch.nn.Sequential(Rotary()))
+    comparison.compare_rotations()
+    described = comparison.describe()
+    assert (described["compared"], [*described["different"]]) == (1, ["0.cos_sin_cache"])
+    assert described["unknown"] == {"0.long_short_cos_sin_cache": "vLLM made it of the configuration"}
+
+
+def test_a_bias_of_which_a_part_is_given_is_not_equal() -> None:
+    class Stacked(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias = torch.nn.Parameter(torch.arange(6.0), requires_grad=False)
+            self.bias.weight_loader = lambda parameter, part, first: parameter.data[first : first + 2].copy_(part)
+
+    layer = Stacked()
+    model, held = torch.nn.Sequential(layer), layer.bias
+    comparison = TensorComparison(model)
+    with _replaced(comparison, model):
+        for first in (0, 4):
+            layer.bias.weight_loader(layer.bias, torch.tensor([first, first + 1.0]), first)
+    assert layer.bias is held
+    described = comparison.describe()
+    assert described["unknown"] == {"0.bias": "2 of its 6 numbers are not given"}
+    assert described["different"]["0.bias"]["numbers"] == 2
+
+
 def test_what_a_load_makes_beside_tensors_is_put_back_and_never_counts_as_equal() -> None:
     layer = Layer()
     layer.scale, layer.kernel, layer.is_ready = torch.ones(2), "none", False
@@ -91,8 +134,8 @@ def test_what_a_load_makes_beside_tensors_is_put_back_and_never_counts_as_equal(
 
 
 @contextmanager
-def serving(code: int, content: Any) -> Iterator[str]:
-    """Serve one answer to every call of workers, and nothing else."""
+def serving(code: int, content: Any, num_silent: int = 0) -> Iterator[str]:
+    """Serve one answer to every call of workers, and the number of these and of the silent."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -102,6 +145,12 @@ def serving(code: int, content: Any) -> Iterator[str]:
             self.send_response(code)
             self.end_headers()
             self.wfile.write(json.dumps(content).encode())
+
+        def do_GET(self) -> None:
+            assert self.path == "/get_world_size"
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps({"world_size": len(content["results"]) + num_silent}).encode())
 
         def log_message(self, *words: object) -> None: ...
 
@@ -156,6 +205,94 @@ def test_the_command_tells_what_differs_and_ends_with_an_error(capsys) -> None:
 def test_a_server_that_cannot_be_asked_is_told_how_to_start(code, content, kind, said) -> None:
     with serving(code, content) as address, pytest.raises(kind, match=said):
         command.main([address, "--model", "/a/model"])
+
+
+def test_workers_that_are_not_heard_are_not_equal() -> None:
+    with (
+        serving(200, {"results": [SAME]}, num_silent=1) as address,
+        pytest.raises(UsageError, match="answers for 1 of its 2 workers, so the others may hold anything"),
+    ):
+        command.main([address, "--model", "/a/model"])
+
+
+def test_a_version_counts_when_all_of_its_files_are_there(tmp_path: Path) -> None:
+    first, second = tmp_path / "one", tmp_path / "two"
+    for folder in (first, second):
+        folder.mkdir()
+        (folder / "model-00001-of-00002.safetensors").touch()
+    assert command._list_versions(tmp_path) == set()
+    (first / "model-00002-of-00002.safetensors").touch()
+    # What the index does not name is left out.
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (second / "model.safetensors.index.json").write_text(json.dumps(index))
+    (second / "consolidated.safetensors").touch()
+    assert {place for _, place in command._list_versions(tmp_path)} == {first}
+    with pytest.raises(InputError, match="lacks model-00002-of-00002.safetensors: wait until all are written"):
+        list_safetensors(second)
+    (second / "model-00002-of-00002.safetensors").touch()
+    assert len(list_safetensors(second)) == 2
+
+
+def make_trainer(mode: str, answers: list[dict[str, Any]], events: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Make a trainer of TRL's with adapters; what it says to vLLM becomes events."""
+    config = transformers.Qwen3Config(
+        vocab_size=8, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8,
+    )  # fmt: skip
+    model = peft.get_peft_model(
+        transformers.Qwen3ForCausalLM(config), peft.LoraConfig(r=2, target_modules="all-linear")
+    )
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+
+    def sync() -> None:
+        model.merge_adapter()
+        merged.update({name: one.detach().clone() for name, one in model.get_base_model().named_parameters()})
+        events.append("sent")
+        model.unmerge_adapter()
+        events.append("synced")
+
+    def check(weights: dict[str, torch.Tensor]) -> list[dict[str, Any]]:
+        events.append("compared")
+        plain = {name.replace(".base_layer", ""): one for name, one in merged.items() if "lora_" not in name}
+        assert weights.keys() == plain.keys()
+        assert all(torch.equal(weights[name], one) for name, one in plain.items())
+        return answers
+
+    merged: dict[str, torch.Tensor] = {}
+    monkeypatch.setattr(trl, "ask", lambda engine, folder: check(dict(read_folder(Path(folder)))))
+    monkeypatch.setattr(trl, "compare_weights", lambda worker, weights: check(dict(weights))[0])
+    monkeypatch.setattr(trl.SyncWatch, "_worker", None)
+    monkeypatch.setattr(trl.SyncWatch, "_digest", dict)
+    generation = SimpleNamespace(
+        mode=mode, model=model, sync_weights=sync, llm=SimpleNamespace(generate=None, chat=None),
+        accelerator=SimpleNamespace(is_main_process=True, process_index=0),
+        vllm_client=SimpleNamespace(base_url=""), _dist=SimpleNamespace(is_fsdp=False, is_zero3=False),
+    )  # fmt: skip
+    return SimpleNamespace(vllm_generation=generation)
+
+
+@pytest.mark.parametrize(("mode", "events"), [
+    # A server that receives weights answers nothing else.
+    ("server", ["sent", "synced", "compared"]),
+    ("colocate", ["sent", "compared", "synced"]),
+])  # fmt: skip
+def test_adapters_are_compared_as_they_were_sent_and_come_out_of_the_weights_again(mode, events, monkeypatch) -> None:
+    said: list[str] = []
+    trainer = make_trainer(mode, [SAME], said, monkeypatch)
+    watched = trl.watch(trainer)
+    trainer.vllm_generation.sync_weights()
+    assert (said, watched.num_syncs) == (events, 1)
+    trainer = make_trainer(mode, [OTHER], said, monkeypatch)
+    trl.watch(trainer)
+    with pytest.raises(NotSynced, match="vLLM holds other weights than the trainer"):
+        trainer.vllm_generation.sync_weights()
+    model = trainer.vllm_generation.model
+    assert not any(layer.merged for layer in model.modules() if hasattr(layer, "merged"))
+    trainer.vllm_generation._dist.is_fsdp = True
+    with pytest.raises(UsageError, match="leave out FSDP or ZeRO-3"):
+        trl.watch(trainer)
 
 
 def test_no_server_is_a_sentence() -> None:

@@ -11,7 +11,7 @@ import importlib.metadata
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -52,7 +52,8 @@ def make_adapter(vllm_rollout: Any, llm: LLM, socket: str) -> Any:
     adapter = object.__new__(vllm_rollout.ServerAdapter)
     adapter.config = SimpleNamespace(checkpoint_engine=SimpleNamespace(update_weights_bucket_megabytes=1))
     adapter.use_shm, adapter.zmq_handle = True, socket
-    adapter._has_server, adapter.replica_rank, adapter.rollout_rank = False, 0, 0
+    adapter._has_server, adapter.replica_rank, adapter.rollout_rank = True, 0, 0
+    adapter.server_handle = SimpleNamespace(clear_kv_cache=SimpleNamespace(remote=do_nothing))
     type(get_worker(llm))._get_zmq_handle = lambda self: socket
     threads = concurrent.futures.ThreadPoolExecutor(1)
 
@@ -72,14 +73,19 @@ def make_adapter(vllm_rollout: Any, llm: LLM, socket: str) -> Any:
     return adapter
 
 
+async def do_nothing() -> None:
+    """Stand in for a call of a server through Ray."""
+
+
 def get_worker(llm: LLM) -> Any:
     return llm.llm_engine.model_executor.driver_worker.worker
 
 
-def list_base(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+async def list_base(model: Any) -> AsyncIterator[tuple[str, torch.Tensor]]:
+    """Yield the weights below adapters as verl names them."""
     for name, parameter in model.named_parameters():
         if "lora_" not in name:
-            yield name.removeprefix("base_model.model.").replace(".base_layer", ""), parameter.data
+            yield name.removeprefix("base_model.model."), parameter.data
 
 
 async def sync(plant: str, adapter: Any, worker: Any, model: Any) -> None:
@@ -93,7 +99,7 @@ async def sync(plant: str, adapter: Any, worker: Any, model: Any) -> None:
             type(worker)._update_weights = lambda self, weights, **others: update(
                 self, [one for one in weights if "layers.1.mlp" not in one[0]], **others
             )
-        await adapter.update_weights(list_base(model), peft_config=None, base_sync_done=False)
+        await adapter.update_weights(list_base(model), peft_config=config, base_sync_done=False)
         print("synced", flush=True)
     for step in range(2):
         with torch.no_grad():
