@@ -21,7 +21,7 @@ from tests.grpo_problem import ADAM, TRUNCATED, Problem, Trial, draw_problem
 from tests.live_memory import LiveMemory
 from tests.ranks import run_ranks
 
-pytestmark = pytest.mark.each_change
+pytestmark = pytest.mark.slow
 
 NUM_LAYERS, HIDDEN_SIZE = 24, 64
 # Rotary frequencies, which every model has of its own.
@@ -32,7 +32,7 @@ ROLES = {"none": (0.0, 1), "reference": (0.1, 1), "old": (0.0, 2), "both": (0.1,
 # The layouts that are measured, and the pairs of cases of which one has one frozen model more.
 PAIRS = [
     pytest.param(("PP2", "both", "old"), id="PP2"),
-    pytest.param(("DP2", "reference", "none"), id="DP2", marks=pytest.mark.slow),
+    pytest.param(("DP2", "reference", "none"), id="DP2"),
 ]
 
 

@@ -235,7 +235,7 @@ def test_a_conversation_whose_environment_fails_ends_alone_and_gets_the_reward_f
     assert len(failed) <= 8
 
 
-@pytest.mark.each_change
+@pytest.mark.slow
 def test_periodic_and_sync_end_in_the_same_weights_where_agents_act(world) -> None:
     compare_schedules(world, "agents", 2, [71], **make_changes("agent", world))
     run = world.folder / "agents-71" / "run"
@@ -263,7 +263,7 @@ def test_agents_that_fail_end_alone_and_every_group_is_trained_on_once(world) ->
 
 
 @pytest.mark.each_change
-@pytest.mark.parametrize("treatment", ["exclude", "refill"])
+@pytest.mark.parametrize("treatment", [pytest.param("exclude", marks=pytest.mark.slow), "refill"])
 def test_periodic_and_sync_end_in_the_same_weights_where_agents_fail(world, treatment: str) -> None:
     changes = make_changes("agent", world, is_away=True) | {"rollout_env_on_error": treatment}
     compare_schedules(world, treatment, 2, [72], **changes)

@@ -198,7 +198,7 @@ def test_periodic_and_sync_end_in_the_same_weights_by_every_algorithm_with_a_nam
     assert any(line["ratio"] != 1 for line in read_metrics(world.folder / f"{name}-sync" / "run"))
 
 
-@pytest.mark.each_change
+@pytest.mark.slow
 def test_periodic_and_sync_end_in_the_same_weights_with_two_teachers_of_other_shapes(world):
     teachers = {
         "even": loop.draw_teacher(world),

@@ -30,6 +30,7 @@ ONE_HEAD_H1 = torch.tensor([[1.0], [1.02], [1.0], [1.0]])
 CHECK = [sys.executable, "-m", "benchmarks.gpu_check"]
 
 
+@pytest.mark.slow
 def test_the_check_needs_torch_and_numpy_only() -> None:
     code = """
         import sys
