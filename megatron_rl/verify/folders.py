@@ -3,7 +3,7 @@
 import json
 import re
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,13 +43,7 @@ def make_shared_folder(place: str | None) -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(dir=place or (memory if memory.is_dir() else None))
 
 
-def save(folder: Path, weights: Iterable[tuple[str, "torch.Tensor"]]) -> None:
-    """Save each tensor in a file of its own."""
-    for number, (name, tensor) in enumerate(weights):
-        save_one(folder, number, name, tensor)
-
-
-def save_one(folder: Path, number: int, name: str, tensor: "torch.Tensor") -> None:
+def save(folder: Path, number: int, name: str, tensor: "torch.Tensor") -> None:
     """Save a tensor in a file of that number."""
     from safetensors.torch import save_file
 

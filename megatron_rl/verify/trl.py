@@ -12,7 +12,6 @@ megatron_rl.verify.worker.Verifier` on the trainer's host, is compared through a
 Not known here: adapters whose parameters are divided by FSDP or ZeRO-3, which `watch` refuses.
 """
 
-import collections
 import contextlib
 import functools
 import time
@@ -114,10 +113,10 @@ class SyncWatch:
             self.seconds += time.perf_counter() - begin
             must_be_equal(answers, self._warns)
             return
-        if generation.accelerator.is_main_process:
-            save(Path(folder), weights)
-        else:
-            collections.deque(weights, maxlen=0)
+        # Every process takes part in gathering a weight.
+        for number, (name, tensor) in enumerate(weights):
+            if generation.accelerator.is_main_process:
+                save(Path(folder), number, name, tensor)
         self.seconds += time.perf_counter() - begin
 
     @property

@@ -26,7 +26,7 @@ from verl.utils.vllm import resolve_weight_name
 from verl.workers.rollout.utils import ensure_async_iterator
 from verl.workers.rollout.vllm_rollout import utils, vllm_rollout
 
-from megatron_rl.verify.folders import make_shared_folder, read_folder, save_one
+from megatron_rl.verify.folders import make_shared_folder, read_folder, save
 from megatron_rl.verify.trainer import must_be_equal
 from megatron_rl.verify.worker import compare_adapter, compare_weights
 
@@ -72,7 +72,7 @@ def comparing(update_weights: Any) -> Any:
 async def _saving(weights: Any, folder: Path) -> AsyncIterator[Any]:
     number = 0
     async for name, tensor in ensure_async_iterator(weights):
-        save_one(folder, number, name, tensor)
+        save(folder, number, name, tensor)
         number += 1
         yield name, tensor
 
