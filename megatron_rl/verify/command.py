@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def watch(engine: str, folder: Path, adapter: str | None) -> int:
-    """Print a line for each version that is written, until Ctrl-C; return RUN if a server held another one."""
+    """Print a line for each version that is written, until Ctrl-C; return RUN if one was not the server's."""
     if not folder.is_dir():
         raise InputError(f"{folder} is not a folder: name one with checkpoints")
     # Of the versions that exist only the newest can be the server's.
@@ -84,7 +84,7 @@ def watch(engine: str, folder: Path, adapter: str | None) -> int:
                 try:
                     answers = ask(engine, str(version[1]), adapter)
                 except MegatronRLError as error:
-                    lines = [str(error)]
+                    lines, is_same = [str(error)], False
                 else:
                     wrong = [answer for answer in answers if not is_equal(answer)]
                     is_same = is_same and not wrong
@@ -95,7 +95,7 @@ def watch(engine: str, folder: Path, adapter: str | None) -> int:
 
 
 def _list_versions(folder: Path) -> set[tuple[float, Path]]:
-    """Return the time and the folder of each whole checkpoint, in a folder or in one of its own."""
+    """Return the time and the folder of each whole checkpoint, in a folder or directly below it."""
     versions = set()
     for place in {file.parent for depth in ("", "*/") for file in folder.glob(f"{depth}*.safetensors")}:
         # A file may go at any time.
@@ -120,6 +120,7 @@ def ask(engine: str, folder: str, adapter: str | None = None) -> list[dict[str, 
             headers=_make_headers(),
             timeout=None,
         )
+        size = httpx.get(f"{engine}/get_world_size", headers=_make_headers(), timeout=60)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise InputError(f"{engine} does not answer ({error}): name the address of a running server") from None
     if answer.status_code in (401, 403):
@@ -129,9 +130,10 @@ def ask(engine: str, folder: str, adapter: str | None = None) -> list[dict[str, 
     if answer.status_code != 200:
         raise UsageError(f"{engine} refused ({answer.status_code}): start it with {_FLAG}; its log has the reason")
     answers: list[dict[str, Any]] = answer.json()["results"]
+    if size.status_code != 200:
+        raise UsageError(f"{engine} does not say how many workers it has: verify a server of vLLM 0.32 or 0.33")
     # vLLM hands on the answers of one of several data-parallel engines.
-    size = httpx.get(f"{engine}/get_world_size", headers=_make_headers(), timeout=60)
-    if size.status_code == 200 and len(answers) != (num_workers := size.json()["world_size"]):
+    if len(answers) != (num_workers := size.json()["world_size"]):
         raise UsageError(
             f"{engine} answers for {len(answers)} of its {num_workers} workers, so the others may hold anything: "
             "verify a server without --data-parallel-size"

@@ -1,6 +1,6 @@
 """`megatron-rl verify --by-log-probs`: a weaker proof, for servers that have no extension of ours.
 
-The server's log-probs of drawn tokens are compared with those of the folder's model, which transformers computes on a
+The server's log-probs of drawn tokens are compared with the log-probs that transformers computes from the folder on a
 CPU. How far they may be apart follows from the model's own rounding: its log-probs in the server's dtype beside those
 in a wider one. What such a comparison can see is measured: each layer's weights are changed a little, and the smallest
 change that would have been seen is printed. A few numbers alone are never seen.
@@ -33,7 +33,7 @@ def verify(engine: str, folder: str, dtype_name: str | None, headers: dict[str, 
     generator = torch.Generator().manual_seed(0)
     shape = (_NUM_ROWS, _LENGTH)
     tokens = torch.randint(model.config.get_text_config().vocab_size, shape, generator=generator)
-    theirs = torch.tensor(_ask(engine, tokens.tolist(), headers), dtype=torch.float64)
+    served = torch.tensor(_ask(engine, tokens.tolist(), headers), dtype=torch.float64)
     dtype = getattr(torch, dtype_name) if dtype_name else model.dtype
     model.to(dtype)
 
@@ -46,7 +46,7 @@ def verify(engine: str, folder: str, dtype_name: str | None, headers: dict[str, 
     model.to(torch.float64 if dtype == torch.float32 else torch.float32)
     ours = compute()
     limit = _MARGIN * _measure(rounded, ours)
-    apart = _measure(theirs, ours)
+    apart = _measure(served, ours)
     name = str(dtype).removeprefix("torch.")
     print(f"log-probs of {tokens[:, 1:].numel()} drawn tokens are {apart:.2g} apart, and {name} may be {limit:.2g}")
     for layer, parameters in _list_layers(model):
@@ -89,9 +89,9 @@ def _measure(one: Any, other: Any) -> float:
 
 
 def _list_layers(model: Any) -> Iterator[tuple[str, list[Any]]]:
-    """Yield the parameters of each layer, and those of no layer one by one."""
+    """Yield the parameters of each layer, and one by one the parameters outside of layers."""
     layers: dict[str, list[Any]] = {}
     for name, parameter in model.named_parameters():
-        found = re.match(r".*\.layers\.\d+", name)
-        layers.setdefault(found[0] if found else name, []).append(parameter)
+        layer = re.match(r".*\.layers\.\d+", name)
+        layers.setdefault(layer[0] if layer else name, []).append(parameter)
     yield from layers.items()

@@ -229,7 +229,7 @@ class TensorComparison:
 
 
 def _holds_weights(multiply: Callable[..., torch.Tensor] | None) -> bool:
-    """Check whether a layer's function multiplies by weights of its own, and not by its layer's parameter."""
+    """Check whether a layer's function holds the weights that it multiplies by, in place of the layer's parameter."""
     return getattr(multiply, "__closure__", None) is not None
 
 

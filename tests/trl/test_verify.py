@@ -16,7 +16,7 @@ STEPS = 50
 
 
 def run(folder: Path, plant: str) -> dict[str, Any]:
-    """Run TRL in a process of its own, in which vLLM's engine is too."""
+    """Run TRL and vLLM's engine together in another process."""
     variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     ended = subprocess.run(
         [sys.executable, "-m", "tests.trl.synced_run", str(folder), plant, str(STEPS)],

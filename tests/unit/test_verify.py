@@ -134,7 +134,7 @@ def test_what_a_load_makes_beside_tensors_is_put_back_and_never_counts_as_equal(
 
 
 @contextmanager
-def serving(code: int, content: Any, num_silent: int = 0) -> Iterator[str]:
+def serving(code: int, content: Any, num_silent: int | None = 0) -> Iterator[str]:
     """Serve one answer to every call of workers, and the number of these and of the silent."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -148,9 +148,9 @@ def serving(code: int, content: Any, num_silent: int = 0) -> Iterator[str]:
 
         def do_GET(self) -> None:
             assert self.path == "/get_world_size"
-            self.send_response(200)
+            self.send_response(404 if num_silent is None else 200)
             self.end_headers()
-            self.wfile.write(json.dumps({"world_size": len(content["results"]) + num_silent}).encode())
+            self.wfile.write(json.dumps({"world_size": len(content.get("results", ())) + (num_silent or 0)}).encode())
 
         def log_message(self, *words: object) -> None: ...
 
@@ -213,6 +213,26 @@ def test_workers_that_are_not_heard_are_not_equal() -> None:
         pytest.raises(UsageError, match="answers for 1 of its 2 workers, so the others may hold anything"),
     ):
         command.main([address, "--model", "/a/model"])
+    with (
+        serving(200, {"results": [SAME]}, num_silent=None) as address,
+        pytest.raises(UsageError, match="does not say how many workers it has"),
+    ):
+        command.main([address, "--model", "/a/model"])
+
+
+def test_a_version_that_was_not_compared_is_not_the_servers(tmp_path: Path, monkeypatch, capsys) -> None:
+    (tmp_path / "model.safetensors").touch()
+
+    def fail(*words: object) -> None:
+        raise InputError("the server is away")
+
+    def wait(seconds: float) -> None:
+        if "the server is away" in capsys.readouterr().out:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "ask", fail)
+    monkeypatch.setattr(command.time, "sleep", wait)
+    assert command.watch("", tmp_path, None) == ExitCode.RUN
 
 
 def test_a_version_counts_when_all_of_its_files_are_there(tmp_path: Path) -> None:
