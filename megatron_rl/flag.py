@@ -52,6 +52,7 @@ class Flag:
     # Turns one word into a value; None for a switch, whose value is `const`.
     convert: Callable[[str], object] | None = None
     const: object = True
+    # As in argparse; with "?" the flag without a word means `const` too.
     nargs: str | int | None = None
     choices: tuple[object, ...] = ()
     # Whether FILE.py:FUNCTION is accepted, beside the choices if there are any.
@@ -84,15 +85,17 @@ class Flag:
         if self.convert is None:
             return self.const
         items = tuple(self._read_item(word, name) for word in words)
+        if self.nargs == "?":
+            return items[0] if items else self.const
         return items[0] if self.nargs is None else items
 
     def check_count(self, words: Sequence[str], name: str) -> None:
         """Raise a UsageError unless the flag takes this number of words."""
         if self.convert is None and words:
             raise UsageError(f"unexpected {words[0]!r}: {name} takes no value; drop it")
-        if self.convert is not None and not words and self.nargs != "*":
+        if self.convert is not None and not words and self.nargs not in ("*", "?"):
             raise UsageError(f"{name}: expected one argument; write {name} {self.value_text()}")
-        if self.convert is not None and self.nargs is None and len(words) > 1:
+        if self.convert is not None and self.nargs in (None, "?") and len(words) > 1:
             raise UsageError(f"unexpected {words[1]!r}: {name} takes one value; write {name} {self.value_text()}")
 
     def _read_item(self, word: str, name: str) -> object:
@@ -210,13 +213,16 @@ def own_flag(
     choices: tuple[object, ...] = (),
     takes_function: bool = False,
     megatron: bool = False,
+    alone: object = None,
 ) -> T:
     """Declare a field of our own configuration with a flag; it is named after the field unless names are given.
 
     `choices` are for a field whose type does not list them. `megatron` says that Megatron's scripts have the flag too.
+    `alone` is the value that the flag means without a word; None if it needs one.
     """
     metadata: dict[str, object] = {"help": help, "names": names, "bound": bound, "remedy": remedy, "megatron": megatron}
     metadata |= {"takes_function": takes_function} | ({"choices": choices} if choices else {})
+    metadata |= {"nargs": "?", "const": alone} if alone is not None else {}
     return dataclasses.field(default=default, metadata=metadata)
 
 

@@ -49,7 +49,7 @@ class Divided:
         texts = {
             "loop": {"schedule": "periodic"},
             "sampling": {"tail": "stop"},
-            "rollout": {"num_engines": self.num_engines, "tensor_parallel_size": 1, "is_colocated": False},
+            "rollout": {"num_engines": self.num_engines, "tensor_parallel_size": 1, "colocate": "off"},
             "service": {"endpoint": "-"},
             "algorithm": {"group_size": self.group_size},
             "training": {"micro_batch_size": self.group_size},

@@ -41,8 +41,8 @@ _NEEDED = {
     ("sampling", "tail"): (
         "stop", "it samples groups ahead of their iteration; measure a run of --rollout-tail stop"
     ),
-    ("rollout", "is_colocated"): (
-        "False", "engines share the ranks' devices; measure a run without --rollout-colocate"
+    ("rollout", "colocate"): (
+        "off", "engines share the ranks' devices; measure a run without --rollout-colocate"
     ),
     ("service", "endpoint"): (
         None, "the devices of a sidecar that was started by itself are unknown; measure a run that starts its own"

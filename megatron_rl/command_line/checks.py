@@ -286,6 +286,12 @@ def _check_deliveries(settings: DraftSettings) -> Iterator[str]:
 def _check_way(settings: DraftSettings) -> Iterator[str]:
     """Check that engines may copy weights from the trainer's devices, if they must; devices are asked at the start."""
     transport, platform = settings.rollout.transport, settings.platform
+    if settings.rollout.takes_turns:
+        turns = "--rollout-colocate sleep"
+        if settings.publish.through == "ipc":
+            yield f"--publish-through ipc with {turns}: ranks are off their devices when engines load: write files"
+        if settings.ddp.nccl_ub:
+            yield f"--use-nccl-ub registers buffers for good, and {turns} gives them back: drop one of them"
     if settings.publish.through != "ipc":
         return
     if transport != "shm":

@@ -44,10 +44,13 @@ class RolloutConfig:
         "accelerators.",
         "--rollout-devices",
     )
-    is_colocated: bool = own_flag(
-        False,
-        "Let engines share the ranks' accelerators: the run counts what a rank needs, and divides the memory.",
+    colocate: Literal["off", "share", "sleep"] = own_flag(
+        "off",
+        "Have engines and ranks use the same accelerators. `share`, as the flag alone means: at the same time, with the "
+        "memory divided. `sleep`: by turns; the ranks' state is on the host while engines sample, and engines sleep "
+        "while ranks train.",
         "--rollout-colocate",
+        alone="share",
     )
     start_minutes: float = own_flag(
         10.0, "Minutes that engines may take to start.", "--rollout-start-minutes", bound="a finite duration above 0"
@@ -171,6 +174,15 @@ class RolloutConfig:
         "--rollout-lease-seconds",
         bound="a finite duration above 0",
     )
+
+    @property
+    def is_colocated(self) -> bool:
+        return self.colocate != "off"
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether engines sleep while ranks compute, and ranks are off their devices while engines sample."""
+        return self.colocate == "sleep"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -190,6 +190,9 @@ class Platform(abc.ABC):
         Memory that is given up is used again only after the copies to and from it.
         """
 
+    def release_memory(self) -> None:
+        """Give memory of the device that no tensor has back to its other processes."""
+
     def device_sharing(self) -> DeviceSharing | None:
         """Return how processes share the device's memory; None if they cannot."""
         return None
@@ -277,6 +280,9 @@ class Accelerator(Platform):
 
     def host_buffer(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def release_memory(self) -> None:
+        self.namespace.empty_cache()
 
     def event(self) -> Any:
         return self.namespace.Event()

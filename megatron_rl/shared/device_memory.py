@@ -4,12 +4,12 @@
 fused layers keep less. `trainer.mcore.footprint` counts a rank exactly, with the same constants.
 
 With --rollout-colocate, `divide` shares a device between a rank and an engine, since vLLM alone would take nearly all
-of it. Invariants:
+of it, and `take_turns` gives each of them all that the other leaves there. Invariants:
 
 - the cache never exceeds what all responses that are sampled at once fill at their full length, since the rest of it
   would stay empty;
 - the cache holds at least one response at its full length, or the division is refused;
-- rank, engine and a reserve together never exceed the device.
+- rank, engine and a reserve together never exceed the device; by turns, each with what is left of the other.
 
 The bytes of an engine's work are estimates, on the large side. Where they are wrong, vLLM's own flags divide instead.
 """
@@ -59,6 +59,8 @@ _LOGITS_COPIES = 4
 # A device.
 # The context of a process on a device, with the workspaces of its libraries.
 _CONTEXT = GIB
+# A rank that is off its device leaves collectives and libraries there, a sleeping engine its captured graphs.
+_LEFT_BY_RANK, _LEFT_BY_ENGINE = 2 * _CONTEXT, _CONTEXT + _GRAPHS
 # The share of a device that is left to neither.
 _RESERVE = 0.03
 
@@ -459,6 +461,7 @@ class SharedDevice:
     """Bytes that the rank keeps, with what the count leaves out."""
     needs: EngineNeeds
     cache: int
+    is_by_turns: bool = False
 
     @property
     def engine(self) -> int:
@@ -473,8 +476,8 @@ class SharedDevice:
         needs, count = self.needs, self.cache // self.needs.response
         held = f"all {needs.num_responses}" if count >= needs.num_responses else f"{count} of {needs.num_responses}"
         return (
-            f"device memory: {_gib(self.device)} GiB, of it {_gib(self.rank)} for a rank ({_gib(self.counted)} "
-            f"counted) and {_gib(self.engine)} for an engine: weights {_gib(needs.weights)}, work "
+            f"device memory: {_gib(self.device)} GiB, {'by turns' if self.is_by_turns else 'of it'} {_gib(self.rank)} "
+            f"for a rank ({_gib(self.counted)} counted) and {_gib(self.engine)} for an engine: weights {_gib(needs.weights)}, work "
             f"{_gib(needs.work)}, cache {_gib(self.cache)}, which holds {held} responses at full length"
         )
 
@@ -560,6 +563,20 @@ def divide(device: int, counted: int, needs: EngineNeeds) -> SharedDevice:
     if room < needs.response:
         raise UsageError(_describe_lack(device, rank, counted, needs))
     return SharedDevice(device, counted, rank, needs, min(room, (needs.num_responses + 1) * needs.response))
+
+
+def take_turns(device: int, counted: int, needs: EngineNeeds) -> SharedDevice:
+    """Give a device to a rank and an engine by turns; raise a UsageError if either does not fit."""
+    rank, usable = math.ceil(counted * (1 + _UNCOUNTED)) + _CONTEXT, math.floor(device * (1 - _RESERVE))
+    room = usable - _LEFT_BY_RANK - needs.weights - needs.work
+    if room < needs.response or rank + _LEFT_BY_ENGINE > usable:
+        raise UsageError(_describe_lack(device, rank, counted, needs))
+    return SharedDevice(device, counted, rank, needs, min(room, (needs.num_responses + 1) * needs.response), True)
+
+
+def count_room_beside_sleeper(device: int) -> int:
+    """Return the bytes that a rank may be counted to need while the engine of its device sleeps."""
+    return math.floor((device * (1 - _RESERVE) - _CONTEXT - _LEFT_BY_ENGINE) / (1 + _UNCOUNTED))
 
 
 def count_room(device: int, fixed: int, needs: EngineNeeds | None = None) -> int:

@@ -122,6 +122,13 @@ def _trainer_routes(app: FastAPI, service: RolloutService) -> None:
         data = await service.slot(place["version"], place["replica"], place["index"], patience)
         return Response(status_code=204) if data is None else Response(data, media_type=wire.MEDIA_TYPE)
 
+    @app.post("/v1/iterations/{version}/sleep")
+    async def sleep(request: Request, version: int) -> dict[str, int]:
+        """Have engines give their devices to the ranks, once these have all slots; answer when all have."""
+        service.renew_lease(_read_lease(request))
+        await service.sleep(version)
+        return {"version": version}
+
     @app.post("/v1/iterations/{version}/complete")
     async def complete(request: Request, version: int) -> dict[str, Any]:
         """End an iteration after the trainer has trained on every slot. Body: Trained, or nothing.

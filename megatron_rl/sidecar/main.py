@@ -105,7 +105,11 @@ async def run(settings: SidecarSettings) -> None:
             return
         factory = _build_factory(settings, stack, notes, hosts)
         rollout = settings.rollout
-        limits = SupervisorConfig(max_responses=_count_in_flight(rollout), lost_seconds=60 * rollout.lost_minutes)
+        limits = SupervisorConfig(
+            max_responses=_count_in_flight(rollout),
+            takes_turns=rollout.takes_turns,
+            lost_seconds=60 * rollout.lost_minutes,
+        )
         supervisor = Supervisor(factory, limits, trace.recorder)
         pacer = _pace(supervisor, settings)
         supervisor.on_joined = recorder.joined

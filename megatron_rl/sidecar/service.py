@@ -43,6 +43,8 @@ class Conflict(MegatronRLError):
 class Engines(Samplers, Protocol):
     async def publish(self, weights: wire.Weights, answer: AwaitAnswer | None = None) -> Published: ...
 
+    async def sleep(self) -> None: ...
+
     def add(self, count: int = 1) -> list[str]: ...
 
     async def adopt(self, address: str) -> str: ...
@@ -297,6 +299,18 @@ class RolloutService:
             if place not in self._waiting:
                 self._waiting[place] = asyncio.get_running_loop().create_future()
             await asyncio.wait([self._waiting[place]], timeout=remaining)
+
+    async def sleep(self, version: int) -> None:
+        """Have engines give their devices to the ranks, which have all slots of this iteration."""
+        iteration = self._find_iteration(version)
+        if not iteration.is_claimed:
+            raise Conflict(f"engines sleep once every slot of iteration {version} has come: {iteration.missing()}")
+        self._must_not_evaluate("engines sleep")
+        # It samples groups that are no longer needed.
+        await self._stop()
+        # Until the next publish engines hold no version.
+        self.weights = None
+        await self.engines.sleep()
 
     def complete(
         self,

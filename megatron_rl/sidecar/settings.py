@@ -433,15 +433,16 @@ def _problems_of_hosts(rollout: RolloutConfig) -> Iterator[str]:
 def check_sharing(settings: SidecarSettings, num_ranks: int) -> Iterator[str]:
     """Yield each mistake in which devices engines share with the `num_ranks` ranks that compute on the first ones."""
     rollout = settings.rollout
-    if settings.device == "cpu" or rollout.engine != "vllm":
-        if rollout.is_colocated:
-            yield f"{FLAG_OF_SHARING} is for vLLM on accelerators, where it divides a device's memory: drop it"
-        return
     if rollout.is_colocated and rollout.transport != "shm":
         yield (
             f"{FLAG_OF_SHARING} with --rollout-transport {rollout.transport}: ranks and engines on one device cannot "
             "be in one group of its collectives: write --rollout-transport shm, which copies on the device"
         )
+    if settings.device == "cpu" or rollout.engine != "vllm":
+        # Turns are rehearsed on a CPU.
+        if rollout.colocate == "share":
+            yield f"{FLAG_OF_SHARING} is for vLLM on accelerators, where it divides a device's memory: drop it"
+        return
     for flag, devices in (
         ("--judge-devices", settings.reward.judge_devices or ()),
         ("--teacher-devices", rollout.teacher_devices or ()),

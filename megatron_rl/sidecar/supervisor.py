@@ -9,7 +9,8 @@ Invariants:
   transport keeps, which is sent to its host if it does not lie there. Without a copy it waits for the next publish;
 - an engine that fails too often in a row is given up. When none is left, or none has become READY again in time,
   waiting requests fail with the reason;
-- an engine that is not up is being started, by its task or by a publish, or has been given up.
+- an engine that is not up is being started, by its task or by a publish, or has been given up;
+- while engines sleep, because ranks have their devices, none is started: that waits for the next publish.
 """
 
 import asyncio
@@ -78,6 +79,8 @@ class SupervisorConfig:
     """The deaths in a row after which an engine is given up."""
     healthy_seconds: float = 300.0
     """Seconds of life after which an engine's earlier deaths no longer count."""
+    takes_turns: bool = False
+    """Whether engines sleep until the first publish, and again once `sleep` is called, until the next one."""
     lost_seconds: float = 900.0
     """Seconds for which groups wait while no engine is READY."""
     deadlines: StepDeadlines = StepDeadlines()
@@ -104,6 +107,8 @@ class Supervisor:
         self.on_joined: Callable[[Weights, Sequence[Proof]], None] = lambda weights, proofs: None
         """The callback for engines that were brought to the current version after its publish."""
         self._lock = asyncio.Lock()
+        self._awake = asyncio.Event()
+        self._awake.set()
         self._watcher: asyncio.Task[None] | None = None
         list_engines = self._members.list_engines
         self.pool = EnginePool(list_engines, config.max_responses, self._lost, self._none_left, self._recorder)
@@ -120,6 +125,8 @@ class Supervisor:
             raise group.exceptions[0] from None
         for member in members:
             member.started = time.monotonic()
+        if self._config.takes_turns:
+            await self.sleep()
         self._watcher = asyncio.create_task(self._watch())
 
     async def generate(self, request: GroupRequest) -> list[Response]:
@@ -139,6 +146,7 @@ class Supervisor:
         async with self._lock:
             # An engine that returns meanwhile, or after a failure, must not load the previous version.
             self._is_current = False
+            self._awake.set()
             await self._members.forget_leaving()
             try:
                 self._published = published = await self._publish(weights, answer)
@@ -151,6 +159,27 @@ class Supervisor:
             _log.info("version %d is published; milliseconds of each step: %s", weights.version, steps)
         self.pool.engines_changed()
         return published
+
+    async def sleep(self) -> None:
+        """Have all engines give their devices to the ranks, until the next publish; end those that do not."""
+        async with self._lock:
+            if not self._awake.is_set():
+                return
+            self._is_current = False
+            self._awake.clear()
+            await asyncio.gather(*(self._sleep(member) for member in self._members.values()))
+
+    async def _sleep(self, member: Member) -> None:
+        try:
+            # An engine that is being started would go on to take memory.
+            await cancel(member.task)
+            _must_be_up(member)
+            async with asyncio.timeout(self._config.deadlines.pause):
+                await member.engine.sleep()
+        except (MegatronRLError, TimeoutError) as error:
+            await member.engine.close()
+            if not member.is_given_up:
+                self._revive(member, str(error) or f"engine {member.name} did not fall asleep in time")
 
     def add(self, count: int = 1) -> list[str]:
         """Start more engines; each joins when it holds the current version, or with the next publish."""
@@ -373,6 +402,7 @@ class Supervisor:
 
     async def _try_bring_up(self, member: Member, is_started: bool = False, is_again: bool = False) -> bool:
         try:
+            await self._awake.wait()
             if is_again:
                 await self._members.replace(member, member.error)
             if not is_started:

@@ -75,7 +75,7 @@ def flags(tmp_path: Path) -> list[str]:
 def test_the_flags_of_the_demo_are_understood(flags: list[str]) -> None:
     result = run("-m", "megatron_rl.config", *flags)
     assert result.returncode == 0, result.stderr
-    assert re.search(r"^is_colocated += True +# --rollout-colocate$", result.stdout, re.MULTILINE)
+    assert re.search(r"^colocate += share +# --rollout-colocate$", result.stdout, re.MULTILINE)
 
 
 def test_the_memory_of_a_rank_is_counted_as_a_run_that_shares_its_gpu_counts_it(flags: list[str]) -> None:

@@ -49,6 +49,7 @@ def register() -> None:
         "tied": _keep_tied,
         "sample": _shift_log_probs,
         "versions": _record_no_versions,
+        "sleep": _lose_at_sleep,
     }
     plants[plant["where"]](plant)
 
@@ -177,3 +178,25 @@ def _record_no_versions(plant: dict[str, Any]) -> None:
         for name in ("update_weight_version", "get_weight_version"):
             if name in vars(kind):
                 delattr(kind, name)
+
+
+def _lose_at_sleep(plant: dict[str, Any]) -> None:
+    """Lose tensors when the worker has loaded what came after its second sleep; or trust the base that it held before."""
+    from megatron_rl.sidecar.vllm import held_model
+
+    wake, num_waked = held_model.wake, 0
+
+    def lose(worker: Any, part: str) -> None:
+        nonlocal num_waked
+        wake(worker, part)
+        num_waked += 1
+        if num_waked < 4:
+            return
+        model = worker.model_runner.get_model()
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if plant["lost"] in name:
+                tensor.data.zero_()
+
+    held_model.wake = lose
+    if plant["lost"] == "base":
+        held_model.HeldModel.forget_base = lambda self: None

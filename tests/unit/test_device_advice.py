@@ -173,7 +173,7 @@ def change(section: str, name: str, text: str) -> SavedConfig:
         (SavedConfig(num_devices=1), "needs the run's config.json"),
         (change("loop", "schedule", "sync"), "do not overlap; measure a run of --schedule periodic"),
         (change("sampling", "tail", "resume"), "ahead of their iteration; measure a run of --rollout-tail stop"),
-        (change("rollout", "is_colocated", "True"), "measure a run without --rollout-colocate"),
+        (change("rollout", "colocate", "share"), "measure a run without --rollout-colocate"),
         (change("service", "endpoint", "http://host:1"), "measure a run that starts its own"),
         (change("rollout", "num_engines", "-"), "no number rollout.num_engines"),
         (change("rollout", "num_engines", "3"), "4 ranks and 2 engines, and config.json says 4 and 3"),

@@ -63,7 +63,7 @@ def test_no_sidecar_is_started_for_a_run_that_may_not_save(saved: Path, monkeypa
         data=None,
         checkpoint=CheckpointConfig(save=saved),
         observe=SimpleNamespace(progress="none"),
-        sidecar=SimpleNamespace(rollout=SimpleNamespace(is_colocated=False)),
+        sidecar=SimpleNamespace(rollout=SimpleNamespace(is_colocated=False, takes_turns=False)),
     )
     with contextlib.ExitStack() as stack, pytest.raises(InputError, match="holds checkpoints already"):
         loop_run._prepare(settings, SimpleNamespace(), stack)

@@ -236,7 +236,7 @@ def test_an_engine_has_room_for_the_experts_that_vllm_loads_at_once() -> None:
 
 def test_ranks_and_engines_of_one_device_are_in_no_group_of_its_collectives(model: Path) -> None:
     for transport, is_refused in (("shm", False), ("nccl", True)):
-        rollout = RolloutConfig(is_colocated=True, transport=transport, devices=(0,))
+        rollout = RolloutConfig(colocate="share", transport=transport, devices=(0,))
         settings = SidecarSettings(
             platform="cuda", hf_model=model, seq_length=64, rollout=rollout, reward=RewardConfig()
         )
@@ -290,7 +290,7 @@ def resolve(words: str, model: Path, num_ranks: int, monkeypatch: pytest.MonkeyP
     rollout = dataclasses.replace(
         given.rollout,
         devices=named,
-        is_colocated="colocated" in values,
+        colocate="share" if "colocated" in values else "off",
         num_engines=int(values.get("engines", 1)),
         tensor_parallel_size=int(values.get("size", 1)),
     )
@@ -325,7 +325,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     words = ("--platform", "cpu", "--hf-model", folder(tmp_path, large), *RUN)
     settings = parse_run(*words, world_size=2)
     sidecar = dataclasses.replace(
-        settings.sidecar, rollout=dataclasses.replace(settings.sidecar.rollout, is_colocated=True)
+        settings.sidecar, rollout=dataclasses.replace(settings.sidecar.rollout, colocate="share")
     )
     device = SimpleNamespace(memory=lambda: SimpleNamespace(total=80 * GIB))
     monkeypatch.setattr(platforms, "select", lambda name: device)
@@ -360,7 +360,7 @@ def test_the_sidecar_is_started_with_its_part_of_a_device_that_is_shared(
     sidecar = SimpleNamespace(log="", close=lambda: None, try_rewards=lambda trials: None)
     monkeypatch.setattr(loop_run, "OwnSidecar", lambda settings: started.append(settings) or sidecar)
     startup = SimpleNamespace(show=lambda stream: None, say=said.append, end_part=lambda name: None)
-    rollout = dataclasses.replace(run.sidecar.rollout, is_colocated=is_shared)
+    rollout = dataclasses.replace(run.sidecar.rollout, colocate="share" if is_shared else "off")
     settings = dataclasses.replace(run, sidecar=dataclasses.replace(run.sidecar, rollout=rollout))
     with contextlib.ExitStack() as stack:
         loop_run._prepare(settings, startup, stack)

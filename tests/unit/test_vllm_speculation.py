@@ -72,7 +72,7 @@ def test_mistakes_in_drafts_are_found_before_an_engine_starts():
         ({"speculative_tokens": 3}, ["--rollout-speculative-tokens 3 needs --rollout-speculative"]),
         ({"speculative": "ngram", "replay_routing": True}, ["--rollout-replay-routing"]),
         ({"speculative": "ngram", "lora_rank": 8}, ["--rollout-lora-rank"]),
-        ({"speculative": "ngram", "is_colocated": True}, ["--rollout-colocate"]),
+        ({"speculative": "ngram", "colocate": "share"}, ["--rollout-colocate"]),
         *(
             ({"speculative": "ngram", "vllm_args": words}, [f"--rollout-vllm-args with {name}"])
             for words, name in OWN_DRAFTS.items()

@@ -138,6 +138,10 @@ class RolloutClient(contextlib.AbstractContextManager["RolloutClient"]):
             )
         return wire.decode(answer, wire.Evaluated)
 
+    def sleep(self, version: int, deadline_seconds: float) -> None:
+        """Wait until engines have given their devices to the ranks, which have all slots of this iteration."""
+        self._call("POST", f"/v1/iterations/{version}/sleep", timeout=deadline_seconds)
+
     def complete(
         self,
         version: int,

@@ -173,6 +173,10 @@ class Engine(Protocol):
         """Stop taking steps; no request is in flight when this returns."""
         ...
 
+    async def sleep(self) -> None:
+        """Give the devices to the ranks, with all that the engine holds; the next `load` takes them back."""
+        ...
+
     async def reach(self, weights: Weights) -> None:
         """Check that each worker can connect to the sender of streamed weights; raise EngineRefused if one cannot."""
         ...

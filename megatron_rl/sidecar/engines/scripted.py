@@ -115,6 +115,10 @@ class ScriptedEngine:
             await asyncio.sleep(0.001)
         self.state = EngineState.PUBLISHING
 
+    async def sleep(self) -> None:
+        await self.pause()
+        self.state = EngineState.WAITING
+
     async def reach(self, weights: Weights) -> None:
         await self._step("reach")
 

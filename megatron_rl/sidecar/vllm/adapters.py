@@ -79,6 +79,13 @@ class AdapterSlot:
         self.number = 0
         self._manager.remove_all_adapters()
 
+    def wipe(self) -> None:
+        """Hold no adapters, whatever the layers' tensors hold."""
+        self.clear()
+        for layer in self._manager.modules.values():
+            for stack in _list_stacks(layer):
+                stack.zero_()
+
     def put(self, number: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Hold these factors, whose scale is in B, in place of others."""
         from vllm.lora.lora_model import LoRAModel

@@ -124,6 +124,7 @@ class VllmEngine:
         self._version = -1
         self._tag = ""
         self._has_adapters = False
+        self._is_asleep = False
         self._num_in_flight = 0
         self._waits_for = ""
         """The other processes that a step waits for, or waited for until its deadline; empty if there are none."""
@@ -212,6 +213,13 @@ class VllmEngine:
         if self.facts.get("has_drafts"):
             await self._drafts.end_version(self._version)
 
+    async def sleep(self) -> None:
+        await self.pause()
+        self._version, self._tag = -1, ""
+        self._is_asleep = True
+        await self._workers("sleep", "megatron_rl_sleep")
+        self.state = EngineState.WAITING
+
     async def count_drafts(self) -> Drafts | None:
         return await self._drafts.count() if self.facts.get("has_drafts") else None
 
@@ -223,6 +231,8 @@ class VllmEngine:
         self.state = EngineState.DIRTY
         # Until the next commit, the tokens that it samples belong to no version.
         self._version, self._tag, self._has_adapters = -1, "", bool(weights.base)
+        if self._is_asleep:
+            await self._workers("load", "megatron_rl_wake", "weights")
         answers = await (self._load_stream(weights) if weights.is_streamed else self._load_files(weights))
         if weights.is_streamed:
             way: Way = "stream"
@@ -254,6 +264,9 @@ class VllmEngine:
 
     async def commit(self, report: WeightReport) -> WeightReport:
         tag = f"{report.version}:{report.fingerprint}"
+        if self._is_asleep:
+            await self._workers("commit", "megatron_rl_wake", "kv_cache")
+            self._is_asleep = False
         data = await self._connection.send("commit", COMMIT, Commit(tag, tag if self._has_adapters else ""))
         held = msgspec.msgpack.decode(data, type=Committed)
         if not held.is_reset:

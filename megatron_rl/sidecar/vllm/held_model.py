@@ -67,6 +67,7 @@ from megatron_rl.sidecar.vllm.received import (
     read_started_from,
     recording,
 )
+from megatron_rl.sidecar.vllm.sleeping import Part, sleep, wake
 
 Answer = dict[str, Any]
 Weights = Iterable[tuple[str, torch.Tensor]]
@@ -177,6 +178,21 @@ class HeldModel:
             must_be_those_of(received, digests, error.tensors)
             raise
         return self._hold(expected, join_proofs(of_base, proof), {**shared, **digests})
+
+    def sleep(self) -> None:
+        """Give the device away, with all that the model holds."""
+        self._must_be_whole()
+        self._end_recording()
+        self._fingerprint = ""
+        self.forget_base()
+        sleep(self._worker)
+
+    def wake(self, part: Part) -> None:
+        """Get a part of the device's memory back; nothing is held before the next load."""
+        wake(self._worker, part)
+        if part == "weights" and getattr(self._worker.model_runner, "lora_manager", None) is not None:
+            self.slot = self.slot or AdapterSlot(self._worker.model_runner)
+            self.slot.wipe()
 
     def forget_base(self) -> None:
         """Hold no adapters, because the base changes."""

@@ -108,6 +108,8 @@ class ServerConfig:
     """The largest rank of adapters that it takes; 0 for none."""
     attends_plainly: bool = False
     """True: vLLM computes attention in plain ways, since its faster ones for CPUs are wrong or refuse updates here."""
+    sleeps: bool = False
+    """True: the engine gives its devices to ranks between publishes."""
     is_text_only: bool = False
     """True: the folder holds a vision model, which engines neither load nor compute with."""
     eager: bool | None = None
@@ -153,6 +155,7 @@ def configure_server(
         attends_plainly=device == "cpu" and architecture.latents is not None,
         is_text_only=find_family(architecture.family).images is not None,
         transport=rollout.transport,
+        sleeps=rollout.takes_turns,
         flags=flags,
     )
 
@@ -236,6 +239,8 @@ def _command(config: ServerConfig, address: Path) -> tuple[str, ...]:
         command += vllm_parts.list_flags(config.part)
     if config.memory is not None:
         command += list_memory_flags(config.memory)
+    if config.sleeps and config.device != "cpu":
+        command.append("--enable-sleep-mode")
     if config.transport != "shm":
         # vllm-ascend registers its HCCL engine under the name of vLLM's for NCCL.
         backend = "nccl" if config.transport == "hccl" else config.transport

@@ -19,6 +19,7 @@ from megatron_rl.sidecar.vllm.held import NotHeld
 from megatron_rl.sidecar.vllm.held_model import HeldModel
 from megatron_rl.sidecar.vllm.parts import pick_place
 from megatron_rl.sidecar.vllm.received import NotWritten, must_be_reached
+from megatron_rl.sidecar.vllm.sleeping import Part
 
 RpcAnswer = dict[str, Any]
 
@@ -133,6 +134,18 @@ class WorkerExtension:
     def megatron_rl_leave_loads_to_vllm(self, reason: str) -> RpcAnswer:
         """Copy no weights in place from now on."""
         self.megatron_rl_held.obstacles = (reason,)
+        return {}
+
+    @answered
+    def megatron_rl_sleep(self) -> RpcAnswer:
+        """Give the device to a rank."""
+        self.megatron_rl_held.sleep()
+        return {}
+
+    @answered
+    def megatron_rl_wake(self, part: Part) -> RpcAnswer:
+        """Get the memory of weights or cache back."""
+        self.megatron_rl_held.wake(part)
         return {}
 
     @answered

@@ -2,16 +2,17 @@
 
 import dataclasses
 import datetime
+import importlib
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
 from megatron_rl.algorithm.advantages import GroupAdvantages
 from megatron_rl.algorithm.objective import Objective
-from megatron_rl.command_line.run import find_shared_folder
+from megatron_rl.command_line.run import RunSettings, find_shared_folder
 from megatron_rl.rewards.spec import find_weights
 from megatron_rl.shared.protocol.client import RolloutClient
 from megatron_rl.shared.protocol.wire import Evaluation, PublishAnswer
@@ -28,9 +29,14 @@ from megatron_rl.trainer.loop.saver import RunState, StartPoint, name_weights
 from megatron_rl.trainer.loop.trainer import Stage
 from megatron_rl.trainer.mcore.publish.probe import Probe
 from megatron_rl.trainer.mcore.publish.publisher import Publisher, build_transport
+from megatron_rl.trainer.mcore.session import Session
 from megatron_rl.trainer.mcore.step.policy import FrozenModel, Policy
-from megatron_rl.trainer.mcore.step.roles import build_roles
+from megatron_rl.trainer.mcore.step.roles import Roles, build_roles
 
+if TYPE_CHECKING:
+    from megatron_rl.trainer.mcore.device_turns import DeviceTurns
+
+_DEVICE_TURNS = "megatron_rl.trainer.mcore.device_turns"
 # Seconds that a sidecar takes before and after its engines start: it tries rewards and reads the tokenizer.
 _SIDECAR_SECONDS = 60.0
 
@@ -50,6 +56,8 @@ class GrpoStage(Stage):
     bounds: MismatchBounds
     largest_micro_batch: int
     """The number of tokens that a micro-batch may have."""
+    turns: "DeviceTurns | None"
+    """The turns of ranks and engines on the same devices; None if each has its devices all the time."""
     log: RunLog
     evaluator: Evaluator
     rates: ClassVar[Mapping[str, str]] = {"generated": "tokens.response", "trained": "tokens.computed"}
@@ -64,9 +72,11 @@ class GrpoStage(Stage):
             return Identity(self.run, version, self.publisher.publish(version))
 
     def learn(self, identity: Identity) -> Learned:
-        equal = self._find_equal(identity)
         with self.log.phase("train"):
             with self.rollouts.iteration(identity) as slots:
+                if self.turns is not None:
+                    self._take_devices(self.turns, identity.version)
+                equal = self._find_equal(identity)
                 bound = self.bounds.error(self.publisher.answer.kind)
                 learned = self.learner.learn(slots, equal, bound)
             with self.log.timeline.part("complete"):
@@ -87,6 +97,12 @@ class GrpoStage(Stage):
 
     def close(self) -> None:
         self.publisher.close()
+
+    def _take_devices(self, turns: "DeviceTurns", version: int) -> None:
+        """Have engines sleep, and the ranks come back to their devices. All slots have come."""
+        with self.log.timeline.part("devices"):
+            self.rollouts.let_engines_sleep(version, self.publisher.deadline_seconds)
+            turns.come_back()
 
     def _find_equal(self, identity: Identity) -> set[str]:
         """Move the models that are due; return the roles whose weights equal the published policy's."""
@@ -129,9 +145,16 @@ def build_grpo(
     advantages = GroupAdvantages(settings.algorithm, find_weights(settings.reward))
     client = _connect(rank, sidecar)
     rank.startup.end_part("waiting for engines")
-    publisher = _build_publisher(rank, policy, client)
-    rank.stack.callback(publisher.close)
     log = open_log(rank, start.version, client, advantages)
+    num_updates = settings.sizes.plan.num_updates
+    roles = build_roles(settings, rank.session, policy, others, num_updates, log.trace.steps, critic)
+    turns = None
+    if settings.rollout.takes_turns:
+        frozen = [chunk for other in others.values() for chunk in other.chunks]
+        trained = [policy] if critic is None else [policy, critic]
+        turns = importlib.import_module(_DEVICE_TURNS).DeviceTurns(rank.session, trained, [*frozen, *roles.kept])
+    publisher = _build_publisher(rank, policy, client, turns)
+    rank.stack.callback(publisher.close)
     weights = name_weights(others, critic, settings.served)
     return GrpoStage(
         run=settings.name,
@@ -139,17 +162,17 @@ def build_grpo(
         others=others,
         publisher=publisher,
         rollouts=build_rollouts(rank, client, prompts, advantages, schedule, log.timeline, start.state, weights),
-        learner=_build_learner(rank, policy, others, critic, log),
+        learner=_build_learner(rank, policy, roles, critic, log),
         bounds=build_mismatch_bounds(settings, policy.weights.dtype),
         largest_micro_batch=settings.sizes.largest_micro_batch,
+        turns=turns,
         log=log,
         evaluator=_build_evaluator(rank, client, prompts, log.reporter),
     )
 
 
-def _connect(rank: Rank, sidecar: OwnSidecar | None) -> RolloutClient:
-    """Wait for the sidecar and take it for this run."""
-    settings, session = rank.settings, rank.session
+def wait_for_engines(settings: RunSettings, session: Session, sidecar: OwnSidecar | None) -> Address:
+    """Return the sidecar's address once its engines have started; only rank 0 has a sidecar, if it started one."""
 
     def find() -> Address:
         if sidecar is None:
@@ -157,13 +180,21 @@ def _connect(rank: Rank, sidecar: OwnSidecar | None) -> RolloutClient:
         # If an engine does not start in time, the sidecar reports it, with the engine's last words.
         return sidecar.address(settings.rollout.start_minutes * 60 + _SIDECAR_SECONDS)
 
-    address = session.run_on_first(find)
+    return session.run_on_first(find)
+
+
+def _connect(rank: Rank, sidecar: OwnSidecar | None) -> RolloutClient:
+    """Wait for the sidecar and take it for this run."""
+    settings, session = rank.settings, rank.session
+    address = wait_for_engines(settings, session, sidecar)
     client = rank.stack.enter_context(address.client(settings.service.patience_seconds))
     client.use_lease(session.run_on_first(lambda: client.take_lease(settings.name)))
     return client
 
 
-def _build_publisher(rank: Rank, policy: Policy, client: RolloutClient) -> Publisher:
+def _build_publisher(
+    rank: Rank, policy: Policy, client: RolloutClient, turns: "DeviceTurns | None"
+) -> Publisher:
     settings, session = rank.settings, rank.session
     receiver = client if session.rank == 0 else None
     publish, sizes = settings.publish, settings.sizes
@@ -182,16 +213,14 @@ def _build_publisher(rank: Rank, policy: Policy, client: RolloutClient) -> Publi
     )
     transport = build_transport(settings, settings.name, find_shared_folder(settings), weights, session, receiver)
     deadline = datetime.timedelta(minutes=publish.deadline_minutes)
+    leave = None if turns is None else turns.leave
     return Publisher(
-        weights, session, receiver, settings.name, transport, publish.dtype, deadline, probe, publish.proof
+        weights, session, receiver, settings.name, transport, publish.dtype, deadline, probe, publish.proof, leave
     )
 
 
-def _build_learner(
-    rank: Rank, policy: Policy, others: Mapping[str, FrozenModel], critic: Policy | None, log: RunLog
-) -> Learner:
+def _build_learner(rank: Rank, policy: Policy, roles: Roles, critic: Policy | None, log: RunLog) -> Learner:
     settings, steps = rank.settings, log.trace.steps
-    roles = build_roles(settings, rank.session, policy, others, settings.sizes.plan.num_updates, steps, critic)
     objective = Objective(settings.algorithm, settings.sizes.longest_response)
     observe = settings.observe
     num_kept = math.ceil(observe.log_samples / settings.training.micro_batch_size) if observe.log_sample_tokens else 0

@@ -64,8 +64,9 @@ class RankCount(contextlib.AbstractContextManager["RankCount"]):
 
 
 def begin_count(settings: RunSettings) -> RankCount | None:
-    """Begin to count a rank's memory, unless the user divides the device; the caller closes the count."""
-    return None if is_divided_by_user(settings.rollout.vllm_args) else RankCount(settings)
+    """Begin to count a rank's memory; the caller closes the count. None: the user divides the device, or it is a CPU."""
+    is_divided = settings.platform == "cpu" or is_divided_by_user(settings.rollout.vllm_args)
+    return None if is_divided else RankCount(settings)
 
 
 def share_device(settings: RunSettings, count: RankCount | None) -> tuple[SidecarSettings, str]:
@@ -81,7 +82,8 @@ def share_device(settings: RunSettings, count: RankCount | None) -> tuple[Sideca
 def divide_device(settings: Settings, device: int, counted: int) -> device_memory.SharedDevice:
     """Divide a device of these bytes between a rank, with its counted bytes, and an engine with these settings."""
     needs = read_engine_needs(make_look_up(settings), settings.architecture)
-    return device_memory.divide(device, counted, needs)
+    divide = device_memory.take_turns if settings.rollout.takes_turns else device_memory.divide
+    return divide(device, counted, needs)
 
 
 def count(

@@ -32,7 +32,7 @@ from megatron_rl.shared.device_memory import has_reference, make_look_up
 from megatron_rl.shared.garbage import leaving_out_what_exists
 from megatron_rl.shared.records.audit_events import FILE_NAME as AUDIT_FILE
 from megatron_rl.sidecar.child import OwnSidecar
-from megatron_rl.trainer.loop.grpo import build_grpo
+from megatron_rl.trainer.loop.grpo import build_grpo, wait_for_engines
 from megatron_rl.trainer.loop.inputs import Inputs, check_inputs, load_inputs
 from megatron_rl.trainer.loop.lifelines import listen
 from megatron_rl.trainer.loop.rank import STAND_ALONE, Rank, Recipe, print_note
@@ -75,7 +75,8 @@ def train(
     """
     watch, startup = watch or Watch.of_environment(), startup or Startup()
     startup.end_part("imports and flags")
-    schedule = schedule or SCHEDULES[settings.loop.schedule]
+    # Nothing overlaps where engines sleep while ranks train.
+    schedule = schedule or SCHEDULES["sync" if settings.rollout.takes_turns else settings.loop.schedule]
     is_first = int(os.environ.get("RANK", "0")) == 0
     stop = StopRequest(settings.loop.grace_seconds, watch.leave).install()
     with contextlib.ExitStack() as stack:
@@ -94,6 +95,10 @@ def train(
                 check_agreement(session.gather(settings.training.micro_batch_size))
                 check_same_attention(session.gather(settings.attention))
                 if not session.broadcast(inputs.is_finished):
+                    if settings.rollout.takes_turns:
+                        # They need the devices to start, and sleep then.
+                        wait_for_engines(settings, session, sidecar)
+                        startup.end_part("waiting for engines")
                     settings = _prepare_device(settings, session, startup)
                     rank = Rank(settings, session, recipe or STAND_ALONE, startup, parts)
                     trainer = build_trainer(rank, inputs, sidecar, stop, schedule)

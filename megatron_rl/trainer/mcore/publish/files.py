@@ -4,7 +4,8 @@ From files in memory, engines load the first tensors while the last ones are wri
 fingerprint, which is announced to them, is computed before. Once all engines hold version v, the files of v-1 are
 reused for v+1: the system need not find and clear new memory at every publish.
 
-Engines that can copy from the ranks' devices (`offers.py`) wait for no file. Engines on other hosts get what ranks send
+Engines that can copy from the ranks' devices (`offers.py`) wait for no file. Engines that have these devices by turns
+are told of a version when all of it is written, its probe is computed, and the ranks are off their devices. Engines on other hosts get what ranks send
 them from the files (`hosts.py`).
 """
 
@@ -75,7 +76,8 @@ class FilesTransport(Transport):
         session.run_or_raise_everywhere(lambda: _own_folder(folder) if is_first else None)
         self._lays_out = session.rank == 0 or is_first
         # Only in memory does every process see at once what another process writes.
-        self._is_read_early = session.broadcast(session.rank == 0 and is_in_memory(folder))
+        is_early = session.rank == 0 and publisher.leave is None and is_in_memory(folder)
+        self._is_read_early = session.broadcast(is_early)
         if session.rank == 0:
             mark.unlink()
         self._offers = Offers(publisher.weights, session, self._through, publisher.dtype, self._is_read_early)
@@ -102,10 +104,13 @@ class FilesTransport(Transport):
                     # Engines wait for the probe, and for no file.
                     publisher.prove(version, fingerprint)
                 begun.write(None if delivery is None else delivery.note)
+            if publisher.leave is not None:
+                publisher.prove(version, fingerprint)
+                publisher.leave()
             if not self._is_read_early:
                 told = announce()
             # Engines load while this rank computes the probe.
-            if not is_offered:
+            if not is_offered and publisher.leave is None:
                 publisher.prove(version, fingerprint)
             if delivery is not None:
                 delivery.finish(lambda: told.done() and told.exception() is not None)
@@ -137,7 +142,7 @@ def build(
 
         of_hosts = HostSettings(publish.num_streams, publish.lost_host, publish.host_minutes * 60)
         hosts = Deliveries(weights, session, receiver, run, of_hosts, publish.deadline_minutes * 60)
-    return FilesTransport(folder, publish.through, hosts)
+    return FilesTransport(folder, "files" if settings.rollout.takes_turns else publish.through, hosts)
 
 
 def _own_folder(folder: Path) -> None:

@@ -71,14 +71,19 @@ class Publisher:
         deadline: datetime.timedelta = datetime.timedelta(minutes=10),
         probe: Probe | None = None,
         proof: Proof = "digests",
+        leave: Callable[[], None] | None = None,
     ):
-        """Compare the engines' log-probs with `probe`; without it, only with each other. Rank 0 has the receiver."""
+        """Compare the engines' log-probs with `probe`; without it, only with each other. Rank 0 has the receiver.
+
+        With `leave`, which takes all ranks off their devices, a version is announced only after it was called.
+        """
         self.answer = PublishAnswer()
         """The sidecar's answer to the last publish."""
         self.weights = weights
         self.session = session
         self.receiver = receiver
         self.dtype = dtype
+        self.leave = leave
         self.deadline_seconds = deadline.total_seconds()
         self._run = run
         self._probe = probe

@@ -32,6 +32,11 @@ class Roles(Protocol):
     temperature: float
     """The divisor of logits before log-probs are taken, in every role."""
 
+    @property
+    def kept(self) -> Model:
+        """The chunks that an iteration's later updates get other weights in."""
+        ...
+
     def assign(self, micro_batches: UpdateSlots, update: int, equal: Collection[str]) -> RoleAssignment:
         """Assign models to roles for an update; `equal` names the roles with the policy's weights at the start."""
         ...
@@ -72,6 +77,10 @@ class TriModel:
         self._trained = {} if critic is None else {CRITIC: critic}
         self._old_critic = old_critic
         self.temperature = temperature
+
+    @property
+    def kept(self) -> Model:
+        return [*(self._old or ()), *(self._old_critic or ())]
 
     def assign(self, micro_batches: UpdateSlots, update: int, equal: Collection[str]) -> RoleAssignment:
         others = self._others
@@ -131,6 +140,10 @@ class SeparateRoles:
         self._old: dict[int, torch.Tensor] = {}
         self._record: RoutingRecord | None = None
         self.temperature = temperature
+
+    @property
+    def kept(self) -> Model:
+        return []
 
     def assign(self, micro_batches: UpdateSlots, update: int, equal: Collection[str]) -> RoleAssignment:
         if update == 1:
