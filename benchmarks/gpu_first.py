@@ -235,6 +235,35 @@ def publish_each_way(folder: Path) -> Result:
     return measured
 
 
+def take_turns(folder: Path) -> Result:
+    """Train 0.6 B parameters with engine and rank on the GPU by turns; each publish is proved after a sleep of vLLM's.
+
+    Then do the same with both at the same time and the memory divided, to compare.
+    """
+    model, prompts = make_model(folder), folder / "prompts.jsonl"
+    write_prompts(prompts, 32, 64, models.SIZES["0.6b"].vocab_size)
+    words = ("--hf-model", str(model), "--prompts", str(prompts), "--reward", "length:32", *SMALL_RUN)
+    measured: dict[str, Any] = {}
+    for way in ("sleep", "share"):
+        # The seeds of a run follow from its name.
+        run = folder / way / "turns"
+        metrics = train(
+            run, "--platform", "cuda", "--bf16", "--rollout-colocate", way, "--schedule", "sync", "--consume-order",
+            "prompt", "--train-iters", "4", EAGER, *words,
+        )  # fmt: skip
+        report = verify(run)
+        measured[way] = {
+            "seconds": [one["time"] for one in metrics], "breaches": len(report.breaches),
+            "fingerprints": [one["fingerprint"] for one in metrics],
+            "proven": f"{report.proofs.num_whole} of {report.proofs.num_reports}",
+            "slept": re.findall("Sleep mode freed .*", "".join(log.read_text() for log in (run / "logs").iterdir())),
+        }  # fmt: skip
+        write_aside(folder / "turns.json", measured)
+    if measured["sleep"]["breaches"] or len(measured["sleep"]["slept"]) < 4:
+        raise PartError(measured)
+    return measured
+
+
 def make_model(folder: Path) -> Path:
     """Return the folder of a random model of 0.6 B parameters, which `make gpu-bench`'s parts use too."""
     return models.make_once(folder / "models" / "0.6b", models.SIZES["0.6b"], "cuda")
@@ -285,14 +314,15 @@ def repeat_linear(folder: Path) -> Result:
 PARTS: Mapping[str, Part] = {
     "packages": Part(15, find_packages),
     "kernels": Part(60, check_kernels),
-    "demo": Part(170, run_demo),
+    "demo": Part(160, run_demo),
     "step_0.6b": Part(60, functools.partial(measure_part, "step_0.6b")),
     "step_4b": Part(45, functools.partial(measure_part, "step_4b")),
     "attention": Part(45, functools.partial(measure_part, "attention")),
-    "publish": Part(120, publish_each_way),
-    "drift": Part(65, find_drift),
-    "utilization": Part(80, compare_utilization),
-    "linear": Part(60, repeat_linear),
+    "publish": Part(95, publish_each_way),
+    "turns": Part(75, take_turns),
+    "drift": Part(55, find_drift),
+    "utilization": Part(70, compare_utilization),
+    "linear": Part(40, repeat_linear),
 }
 
 

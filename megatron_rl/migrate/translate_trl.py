@@ -82,16 +82,16 @@ def translate_trl(given: Mapping[str, str], script: object) -> Translation:
         to.words = {name: words for name, words in to.words.items() if others.isdisjoint(index_flags()[name].targets)}
         return to
     engines = theirs.text("vllm_mode") if theirs.is_on("use_vllm") else ""
-    _place(theirs.count("num_processes") or 1, engines, to)
+    _place(theirs.count("num_processes") or 1, engines, theirs.is_on("vllm_enable_sleep_mode"), to)
     return to
 
 
-def _place(num_processes: int, engines: str, to: Translation) -> None:
+def _place(num_processes: int, engines: str, sleep: bool, to: Translation) -> None:
     """Place ranks and engines: TRL's engines are servers, or share the devices of the processes that train."""
     if engines == "colocate":
         of_engine = to.count("--rollout-tensor-parallel-size", 1) or 1
         to.ranks = num_processes
-        to.write("--rollout-colocate")
+        to.write("--rollout-colocate", *(["sleep"] if sleep else []))
         # They share accelerators, which this machine may not have.
         to.write("--platform", "cuda")
         to.write_unless_default("--rollout-num-engines", max(1, num_processes // of_engine))

@@ -55,6 +55,8 @@ class Member:
     """The time at which it was lost and stopped taking groups."""
     is_leaving: bool = False
     is_given_up: bool = False
+    is_starting: bool = False
+    """Whether its task starts an engine at this moment."""
     task: asyncio.Task[None] | None = None
     """The task that starts or restarts it."""
     check: asyncio.Task[None] | None = None

@@ -65,6 +65,7 @@ class StepDeadlines:
     trainer: float = 600
     """Seconds to wait for the trainer's log-probs of the probe, once engines have given theirs."""
     reach: float = 60
+    sleep: float = 120
 
 
 @dataclasses.dataclass(frozen=True)

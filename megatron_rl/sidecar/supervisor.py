@@ -170,16 +170,17 @@ class Supervisor:
             await asyncio.gather(*(self._sleep(member) for member in self._members.values()))
 
     async def _sleep(self, member: Member) -> None:
+        while member.is_starting:
+            # It takes memory, and the next iteration wants it.
+            await asyncio.sleep(_POLL_SECONDS)
+        if member.engine.state not in UP:
+            return
         try:
-            # An engine that is being started would go on to take memory.
-            await cancel(member.task)
-            _must_be_up(member)
-            async with asyncio.timeout(self._config.deadlines.pause):
+            async with asyncio.timeout(self._config.deadlines.sleep):
                 await member.engine.sleep()
         except (MegatronRLError, TimeoutError) as error:
             await member.engine.close()
-            if not member.is_given_up:
-                self._revive(member, str(error) or f"engine {member.name} did not fall asleep in time")
+            self._revive(member, str(error) or f"engine {member.name} did not fall asleep in time")
 
     def add(self, count: int = 1) -> list[str]:
         """Start more engines; each joins when it holds the current version, or with the next publish."""
@@ -402,11 +403,16 @@ class Supervisor:
 
     async def _try_bring_up(self, member: Member, is_started: bool = False, is_again: bool = False) -> bool:
         try:
-            await self._awake.wait()
-            if is_again:
-                await self._members.replace(member, member.error)
-            if not is_started:
-                await member.engine.start()
+            while not self._awake.is_set():
+                await self._awake.wait()
+            member.is_starting = True
+            try:
+                if is_again:
+                    await self._members.replace(member, member.error)
+                if not is_started:
+                    await member.engine.start()
+            finally:
+                member.is_starting = False
             member.started = time.monotonic()
             await self._catch_up(member)
         except Exception as error:

@@ -181,7 +181,7 @@ def _record_no_versions(plant: dict[str, Any]) -> None:
 
 
 def _lose_at_sleep(plant: dict[str, Any]) -> None:
-    """Lose tensors when the worker has loaded what came after its second sleep; or trust the base that it held before."""
+    """Lose tensors after the load that follows the second sleep; or trust the base that was held before it."""
     from megatron_rl.sidecar.vllm import held_model
 
     wake, num_waked = held_model.wake, 0

@@ -116,3 +116,31 @@ def test_what_a_sleep_loses_ends_the_run_before_a_token_is_sampled(
     (reason,) = re.findall(r"the run ended: (.*)", (folder / "said").read_text())
     assert re.search(f"version 1 was not published: {expected}", reason), reason
     assert [line["version"] for line in read_metrics(folder / "run")] == [0]
+
+
+# Code that a rank runs before it begins: what is still in a rank's memory once it has left ends the run, by its shape.
+LOOK = """
+import gc, torch
+from megatron_rl import platforms
+platforms.select("cpu").install()
+from megatron_rl.trainer.mcore.device_turns import DeviceTurns
+leave = DeviceTurns.leave
+def look(self):
+    leave(self)
+    known = {copy.untyped_storage().data_ptr() for _, _, copy in self._away if copy is not None}
+    left = [
+        list(one.shape) for one in gc.get_objects()
+        if isinstance(one, torch.Tensor) and one.is_floating_point() and one.numel() >= 128
+        and one.untyped_storage().data_ptr() not in known and not one.isnan().all()
+    ]
+    if left:
+        raise AssertionError(f"left on the device: {left}")
+DeviceTurns.leave = look
+"""
+
+
+@pytest.mark.each_change
+@pytest.mark.timeout(600)
+def test_nothing_of_models_and_optimizers_stays_on_the_device(world: loop.World) -> None:
+    words = world.words("look", **WHOLE, **TURNS)
+    loop.run(world.folder / "look", 2, words, {0: LOOK, 1: LOOK})

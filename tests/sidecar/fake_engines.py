@@ -42,7 +42,7 @@ class FakeEngine(ScriptedEngine):
         self.state = EngineState.STARTING
         self.stream_place: streams.StreamPlace | None = None
         self.num_workers = 2
-        self.is_closed = False
+        self.is_closed = self.is_asleep = False
         self.steps: list[str] = []
         self.blocked: asyncio.Event | None = None
         self.go_on = asyncio.Event()
@@ -74,7 +74,13 @@ class FakeEngine(ScriptedEngine):
             raise EngineLost(f"engine {self.name} was killed")
         return await super().generate(request)
 
+    async def sleep(self) -> None:
+        await self._step("sleep")
+        await super().sleep()
+        self.is_asleep = True
+
     async def load(self, weights: Weights) -> WeightReport:
+        self.is_asleep = False
         report = await super().load(weights)
         if self.name in self._factory.found_out:
             raise WrongWeights(f"engine {self.name} holds other numbers than were given")

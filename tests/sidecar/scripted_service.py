@@ -42,6 +42,10 @@ class Engines:
                 continue
         raise EngineLost(f"no engine is left for {request.request_id}")
 
+    async def sleep(self) -> None:
+        for engine in self.engines:
+            await engine.sleep()
+
     async def publish(self, weights: wire.Weights, answer: AwaitAnswer | None = None) -> Published:
         of_trainer = None if answer is None else await answer()
         proofs = []

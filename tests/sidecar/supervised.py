@@ -12,7 +12,7 @@ from megatron_rl.sidecar.publication import AwaitAnswer, StepDeadlines
 from megatron_rl.sidecar.supervisor import Supervisor, SupervisorConfig
 from tests.sidecar.fake_engines import FakeFactory
 
-QUICK = StepDeadlines(*[0.2] * 6)
+QUICK = StepDeadlines(*[0.2] * 7)
 CONFIG = SupervisorConfig(watch_seconds=0.02, first_pause=0.01, longest_pause=0.05, max_failures=3, deadlines=QUICK)
 
 

@@ -11,6 +11,7 @@ import pytest
 from megatron_rl.errors import MegatronRLError
 from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.records.append_file import AppendFailed
+from megatron_rl.sidecar.engines import EngineState
 from megatron_rl.sidecar.evaluation import EvaluationFailed
 from megatron_rl.sidecar.hosts import HostList
 from megatron_rl.sidecar.hosts.membership import Hosts
@@ -569,3 +570,22 @@ async def test_a_single_group_that_a_restart_left_to_do_is_not_cut_off() -> None
         await service.submit(submission(plan=plan))
         slots = await all_slots(service)
         assert all(one.finish_reason != "cut" for slot in slots.values() for p in slot.parts for one in p.responses)
+
+
+async def test_engines_sleep_once_every_slot_has_come_and_until_the_next_publish() -> None:
+    async with serving(engine("0"), engine("1")) as service:
+        await service.submit(submission())
+        with pytest.raises(Conflict, match="engines sleep once every slot of iteration 0 has come: 8 of 8 groups"):
+            await service.sleep(0)
+        slots = await all_slots(service)
+        await service.sleep(0)
+        assert {one.state for one in service.engines.engines} == {EngineState.WAITING}
+        # A request that is sent again, and a rank that asks again for a slot, get the same answers.
+        await service.sleep(0)
+        assert await all_slots(service) == slots
+        with pytest.raises(Conflict, match="version 0 .* the engines hold none: publish it first"):
+            await service.evaluate(evaluation())
+        service.complete(0)
+        await service.publish(weights(1))
+        await service.submit(submission(1))
+        await all_slots(service, version=1)

@@ -186,3 +186,61 @@ async def test_many_engines_are_looked_at_in_turn_at_most_fifty_a_second(factory
     names, times = zip(*looks[:num_engines], strict=True)
     assert len(set(names)) == num_engines
     assert times[-1] - times[0] >= (num_engines - 1) * 0.02
+
+
+def on_devices(factory):
+    """List the engines that have memory of their devices."""
+    engines = [engine for made in factory.made.values() for engine in made]
+    return [engine.name for engine in engines if not engine.is_closed and not engine.is_asleep]
+
+
+async def test_no_engine_is_on_a_device_between_its_start_and_the_first_publish_and_after_a_sleep(factory):
+    async with supervised(factory, takes_turns=True) as supervisor:
+        for version in range(3):
+            assert not on_devices(factory)
+            await supervisor.publish(weights(version))
+            assert states(factory) == {EngineState.READY}
+            assert len(on_devices(factory)) == 2
+            await asyncio.gather(supervisor.sleep(), supervisor.sleep())
+        assert all(engine.steps.count("sleep") == 4 for made in factory.made.values() for engine in made)
+
+
+@pytest.mark.parametrize("fault", ["refused", "lost", "hang"])
+async def test_an_engine_that_does_not_fall_asleep_is_ended_and_started_with_the_next_publish(factory, fault):
+    async with supervised(factory, takes_turns=True) as supervisor:
+        await supervisor.publish(weights(0))
+        factory.fail("engine-1", "sleep", fault)
+        await supervisor.sleep()
+        await asyncio.sleep(0.2)
+        assert not on_devices(factory)
+        assert [len(made) for made in factory.made.values()] == [1, 1]
+        await supervisor.publish(weights(1))
+        await until(lambda: len(on_devices(factory)) == 2)
+
+
+async def test_an_engine_that_dies_asleep_is_started_with_the_next_publish(factory, tmp_path):
+    async with supervised(factory, takes_turns=True) as supervisor:
+        await supervisor.publish(weights(0, location=str(tmp_path)))
+        await supervisor.sleep()
+        factory.killed["engine-1"] = 1
+        await until(lambda: factory.engine("engine-1").state is EngineState.DEAD)
+        await asyncio.sleep(0.2)
+        assert [len(made) for made in factory.made.values()] == [1, 1]
+        await supervisor.publish(weights(1, location=str(tmp_path)))
+        await until(lambda: states(factory) == {EngineState.READY})
+
+
+async def test_ranks_wait_for_an_engine_that_is_being_started_which_sleeps_then(factory, tmp_path):
+    async with supervised(factory, takes_turns=True, deadlines=StepDeadlines()) as supervisor:
+        await supervisor.publish(weights(0, location=str(tmp_path)))
+        factory.fail("engine-1", "start", "hang")
+        factory.killed["engine-1"] = 1
+        await until(lambda: len(factory.made["engine-1"]) == 2)
+        sleeping = asyncio.create_task(supervisor.sleep())
+        await asyncio.sleep(0.2)
+        assert not sleeping.done()
+        factory.engine("engine-1").go_on.set()
+        await sleeping
+        assert not on_devices(factory)
+        await supervisor.publish(weights(1, location=str(tmp_path)))
+        assert states(factory) == {EngineState.READY}

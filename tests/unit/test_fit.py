@@ -59,7 +59,7 @@ def test_each_stage_has_a_row_and_what_is_kept_beside_the_policy_is_counted(flag
     assert lines[3].startswith("stage   parameters      weights    gradients    optimizer       frozen  activations")
     assert [line.split()[0] for line in lines[4:6]] == ["0", "1"]
     (title,) = (place for place, line in enumerate(lines) if line.startswith("GiB of a rank on the host"))
-    assert lines[title + 1].split() == ["stage", "publish", "optimizer", "frozen", "save"]
+    assert lines[title + 1].split() == ["stage", "publish", "optimizer", "frozen", "turns", "save"]
     assert lines[-1] == "fits"
 
 
@@ -71,6 +71,16 @@ def test_a_device_that_engines_share_is_divided(flags: list[str]) -> None:
     small = fit("--device-gib", "2", "--fit", "1", *flags, "--rollout-colocate")
     assert small.returncode == ExitCode.USAGE
     assert "--rollout-colocate does not fit a device of 2.0 GiB" in small.stderr
+
+
+def test_by_turns_the_whole_device_is_an_engines_and_the_host_has_the_ranks_state(flags: list[str]) -> None:
+    words = ("--device-gib", "8", "--fit", "1", *flags, "--rollout-colocate")
+    turns = fit(*words, "sleep")
+    assert turns.returncode == ExitCode.OK, turns.stderr
+    assert turns.stdout.splitlines()[-1].startswith(
+        "device memory: 8.0 GiB, by turns 1.0 for a rank (0.0 counted) and "
+    )
+    assert "GiB of a rank on the host" in turns.stdout
 
 
 def test_a_model_that_is_too_large_is_named_with_its_largest_part(flags: list[str]) -> None:

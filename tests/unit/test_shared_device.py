@@ -15,7 +15,15 @@ from megatron_rl import platforms
 from megatron_rl.config import hardware
 from megatron_rl.config.rollout import RolloutConfig
 from megatron_rl.errors import ExitCode, UsageError
-from megatron_rl.shared.device_memory import GIB, EngineMemory, EngineNeeds, count_needs, divide
+from megatron_rl.shared.device_memory import (
+    GIB,
+    EngineMemory,
+    EngineNeeds,
+    count_needs,
+    count_room_beside_sleeper,
+    divide,
+    take_turns,
+)
 from megatron_rl.shared.weights.mapping import Mapping
 from megatron_rl.sidecar import settings as sidecar_settings
 from megatron_rl.sidecar.settings import RewardConfig, SidecarSettings, check_sharing
@@ -174,6 +182,40 @@ def test_a_division_never_exceeds_the_device_nor_what_can_be_used_and_holds_one_
     assert response <= division.cache <= (num_responses + 1) * response
     assert division.engine <= division.memory.share * device <= division.engine + device / 1000
     assert division.memory.cache_bytes == division.cache
+
+
+@given(
+    device=st.integers(1, 200 * GIB),
+    counted=st.integers(0, 100 * GIB),
+    weights=st.integers(1, 50 * GIB),
+    work=st.integers(1, 10 * GIB),
+    response=st.integers(1, 10 * GIB),
+)
+def test_by_turns_neither_exceeds_the_device_beside_what_the_other_leaves_there(
+    device: int, counted: int, weights: int, work: int, response: int
+) -> None:
+    needs = EngineNeeds(weights, work, response, 64)
+    try:
+        turns = take_turns(device, counted, needs)
+    except UsageError:
+        assert max(counted, weights + work + response) > 0.8 * device - 4 * GIB
+        return
+    assert counted < turns.rank
+    # A GiB of a rank's context and one of its libraries; an engine's context and its graphs.
+    assert max(turns.rank, turns.engine) + 2 * GIB <= device
+    assert response <= turns.cache <= 65 * response
+    assert turns.memory.cache_bytes == turns.cache
+    assert counted <= count_room_beside_sleeper(device)
+
+
+def test_by_turns_an_engine_has_the_memory_that_a_rank_would_keep() -> None:
+    assert take_turns(40 * GIB, 20 * GIB, NEEDS).describe() == (
+        "device memory: 40.0 GiB, by turns 24.0 for a rank (20.0 counted) and 22.2 for an engine: weights 2.0, work "
+        "4.0, cache 16.2, which holds all 64 responses at full length"
+    )
+    assert "holds 35 of 64 responses" in divide(40 * GIB, 20 * GIB, NEEDS).describe()
+    with pytest.raises(UsageError, match="--rollout-colocate does not fit a device of 24.0 GiB: a rank needs 24.0"):
+        take_turns(24 * GIB, 20 * GIB, NEEDS)
 
 
 def test_a_cache_beyond_what_all_responses_fill_is_left_to_the_rank() -> None:

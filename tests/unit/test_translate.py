@@ -309,7 +309,9 @@ def test_engines_that_share_trls_devices_share_the_ranks_devices(mode: str, tmp_
     text = f"use_vllm: true\n{mode}num_processes: 4\nvllm_tensor_parallel_size: 2\n"
     found = translate_text(tmp_path, "grpo.yaml", text)
     assert (found.ranks, found.words.get("--rollout-num-engines")) == (4, ["2"])
-    assert "--rollout-colocate" in found.words
+    assert found.words["--rollout-colocate"] == []
+    asleep = translate_text(tmp_path, "grpo.yaml", f"{text}vllm_enable_sleep_mode: true\n")
+    assert asleep.words["--rollout-colocate"] == ["sleep"]
     served = translate_text(tmp_path, "grpo.yaml", text.replace("colocate", "server"))
     assert ("--rollout-colocate" in served.words) == (not mode)
 

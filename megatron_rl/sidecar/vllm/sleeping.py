@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 
 Part = Literal["weights", "kv_cache"]
-"""What a worker gets back, by vLLM's names: weights come first, and are loaded beside an empty cache."""
+"""Parts that a worker gets back, by vLLM's names: weights come first, and are loaded before there is a cache."""
 
 
 def sleep(worker: Any) -> None:

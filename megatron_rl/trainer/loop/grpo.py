@@ -192,9 +192,7 @@ def _connect(rank: Rank, sidecar: OwnSidecar | None) -> RolloutClient:
     return client
 
 
-def _build_publisher(
-    rank: Rank, policy: Policy, client: RolloutClient, turns: "DeviceTurns | None"
-) -> Publisher:
+def _build_publisher(rank: Rank, policy: Policy, client: RolloutClient, turns: "DeviceTurns | None") -> Publisher:
     settings, session = rank.settings, rank.session
     receiver = client if session.rank == 0 else None
     publish, sizes = settings.publish, settings.sizes

@@ -64,9 +64,8 @@ class RankCount(contextlib.AbstractContextManager["RankCount"]):
 
 
 def begin_count(settings: RunSettings) -> RankCount | None:
-    """Begin to count a rank's memory; the caller closes the count. None: the user divides the device, or it is a CPU."""
-    is_divided = settings.platform == "cpu" or is_divided_by_user(settings.rollout.vllm_args)
-    return None if is_divided else RankCount(settings)
+    """Begin to count a rank's memory, unless the user divides the device; the caller closes the count."""
+    return None if is_divided_by_user(settings.rollout.vllm_args) else RankCount(settings)
 
 
 def share_device(settings: RunSettings, count: RankCount | None) -> tuple[SidecarSettings, str]:

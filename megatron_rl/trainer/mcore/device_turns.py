@@ -7,7 +7,7 @@ their storages are emptied, and filled again in other memory. On a CPU they are 
 - engines load nothing before all ranks have left, and a rank takes nothing back before all engines sleep;
 - after a turn every tensor has the bits from before. Gradients are zero then, and are not copied.
 
-What a rank leaves behind are its libraries' own buffers, and batches that have arrived.
+Its libraries' own buffers stay on the device, and so do batches that have arrived.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -124,7 +124,7 @@ def _identify(tensor: torch.Tensor) -> int:
 
 
 def _empty(storage: torch.UntypedStorage) -> None:
-    """Give the memory of a storage back. On a host, where NumPy may still know it, overwrite it with what is no number."""
+    """Give the memory of a storage back. On a host, where NumPy may still know its place, overwrite it with NaN."""
     if storage.device.type == "cpu":
         _view(storage).fill_(255)
     else:

@@ -135,6 +135,8 @@ def _count_stage(settings: Settings, work: Workload, pack: Pack, stage: int) -> 
         "publish": SHARED_VERSIONS * num_published * dtype.itemsize if is_published and is_shared else 0,
         "optimizer": own.offloaded,
         "frozen": frozen if is_offloaded else 0,
+        # By turns, everything leaves that is on the device between iterations, but gradients.
+        "turns": own.weights + own.optimizer + (0 if is_offloaded else frozen) if settings.rollout.takes_turns else 0,
         # A save in the background writes from a copy of everything that the rank writes.
         "save": own.optimizer + own.offloaded + own.weights if settings.checkpoint.async_save else 0,
     }

@@ -5,8 +5,8 @@ fingerprint, which is announced to them, is computed before. Once all engines ho
 reused for v+1: the system need not find and clear new memory at every publish.
 
 Engines that can copy from the ranks' devices (`offers.py`) wait for no file. Engines that have these devices by turns
-are told of a version when all of it is written, its probe is computed, and the ranks are off their devices. Engines on other hosts get what ranks send
-them from the files (`hosts.py`).
+are told of a version when all of it is written, its probe is computed, and the ranks are off their devices. Engines on
+other hosts get what ranks send them from the files (`hosts.py`).
 """
 
 import contextlib
