@@ -477,8 +477,8 @@ class SharedDevice:
         held = f"all {needs.num_responses}" if count >= needs.num_responses else f"{count} of {needs.num_responses}"
         return (
             f"device memory: {_gib(self.device)} GiB, {'by turns' if self.is_by_turns else 'of it'} {_gib(self.rank)} "
-            f"for a rank ({_gib(self.counted)} counted) and {_gib(self.engine)} for an engine: weights {_gib(needs.weights)}, work "
-            f"{_gib(needs.work)}, cache {_gib(self.cache)}, which holds {held} responses at full length"
+            f"for a rank ({_gib(self.counted)} counted) and {_gib(self.engine)} for an engine: weights "
+            f"{_gib(needs.weights)}, work {_gib(needs.work)}, cache {_gib(self.cache)}, which holds {held} responses at full length"
         )
 
 

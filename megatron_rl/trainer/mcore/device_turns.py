@@ -1,7 +1,7 @@
 """Turns of ranks and engines on the same devices (--rollout-colocate sleep).
 
-A rank that leaves its device copies what it trains to the host, and gives the memory back. Tensors stay the same objects:
-their storages are emptied, and filled again in other memory. On a CPU they are overwritten meanwhile. Invariants:
+A rank that leaves its device copies what it trains to the host, and gives the memory back. Tensors stay the same
+objects: their storages are emptied, and filled again in other memory. On a CPU they are overwritten. Invariants:
 
 - a rank leaves only when the published weights and the log-probs of their probe are on the host;
 - engines load nothing before all ranks have left, and a rank takes nothing back before all engines sleep;
