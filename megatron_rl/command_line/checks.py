@@ -288,6 +288,8 @@ def _check_way(settings: DraftSettings) -> Iterator[str]:
     transport, platform = settings.rollout.transport, settings.platform
     if settings.rollout.takes_turns:
         turns = "--rollout-colocate sleep"
+        if settings.service.endpoint is not None:
+            yield f"{turns} is for engines that the run starts itself: drop it, or --rollout-endpoint"
         if settings.publish.through == "ipc":
             yield f"--publish-through ipc with {turns}: ranks are off their devices when engines load: write files"
         if settings.ddp.nccl_ub:

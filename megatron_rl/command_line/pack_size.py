@@ -119,8 +119,8 @@ def count_room(device: int, rank: RankMemory, look_up: LookUp, is_served_elsewhe
     fixed, vllm_args = rank.estimate(Micro(0, 1)).total, look_up("rollout.vllm_args")
     if look_up("run.stage") != "grpo" or look_up("rollout.colocate") == "off" or is_served_elsewhere:
         return device_memory.count_room(device, fixed)
-    if is_divided_by_user(vllm_args):
-        return device_memory.count_room(math.floor(device * (1 - read_share(vllm_args))), fixed)
     if look_up("rollout.colocate") == "sleep":
         return device_memory.count_room_beside_sleeper(device)
+    if is_divided_by_user(vllm_args):
+        return device_memory.count_room(math.floor(device * (1 - read_share(vllm_args))), fixed)
     return device_memory.count_room(device, fixed, read_engine_needs(look_up, rank.architecture))

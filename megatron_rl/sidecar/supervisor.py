@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from megatron_rl.errors import MegatronRLError
+from megatron_rl.errors import InputError, MegatronRLError
 from megatron_rl.observe.trace import Recorder
 from megatron_rl.shared.protocol.wire import Drafts, ProbeAnswer, Response, Weights
 from megatron_rl.sidecar import attempts, streams
@@ -109,6 +109,7 @@ class Supervisor:
         self._lock = asyncio.Lock()
         self._awake = asyncio.Event()
         self._awake.set()
+        self._is_asleep = False
         self._watcher: asyncio.Task[None] | None = None
         list_engines = self._members.list_engines
         self.pool = EnginePool(list_engines, config.max_responses, self._lost, self._none_left, self._recorder)
@@ -147,6 +148,7 @@ class Supervisor:
             # An engine that returns meanwhile, or after a failure, must not load the previous version.
             self._is_current = False
             self._awake.set()
+            self._is_asleep = False
             await self._members.forget_leaving()
             try:
                 self._published = published = await self._publish(weights, answer)
@@ -162,18 +164,26 @@ class Supervisor:
 
     async def sleep(self) -> None:
         """Have all engines give their devices to the ranks, until the next publish; end those that do not."""
+        if not self._config.takes_turns:
+            raise InputError("these engines keep their devices: start the sidecar with --rollout-colocate sleep")
         async with self._lock:
-            if not self._awake.is_set():
+            if self._is_asleep:
                 return
             self._is_current = False
             self._awake.clear()
-            await asyncio.gather(*(self._sleep(member) for member in self._members.values()))
+            # If one fails otherwise than an engine may, the others are waited for too.
+            ends = await asyncio.gather(*map(self._sleep, self._members.values()), return_exceptions=True)
+            for error in filter(None, ends):
+                raise error
+            self._is_asleep = True
 
     async def _sleep(self, member: Member) -> None:
         while member.is_starting:
             # It takes memory, and the next iteration wants it.
             await asyncio.sleep(_POLL_SECONDS)
         if member.engine.state not in UP:
+            # It is started with the next publish; what is left of it has memory until it is closed.
+            await member.engine.close()
             return
         try:
             async with asyncio.timeout(self._config.deadlines.sleep):
@@ -184,6 +194,7 @@ class Supervisor:
 
     def add(self, count: int = 1) -> list[str]:
         """Start more engines; each joins when it holds the current version, or with the next publish."""
+        self._must_keep_devices()
         members = [self._members.make() for _ in range(count)]
         for member in members:
             self._run_for(member, self._bring_up(member))
@@ -191,6 +202,7 @@ class Supervisor:
 
     async def adopt(self, address: str) -> str:
         """Adopt an engine that was started elsewhere on this host, given the path of its socket."""
+        self._must_keep_devices()
         member = self._members.make(address)
         try:
             await member.engine.start()
@@ -199,6 +211,10 @@ class Supervisor:
             raise
         self._run_for(member, self._bring_up(member, is_started=True))
         return member.name
+
+    def _must_keep_devices(self) -> None:
+        if self._config.takes_turns:
+            raise InputError("engines that have devices by turns with ranks are started with the run, and no more join")
 
     def remove(self, name: str) -> None:
         """Remove an engine with the next publish, when nothing is in flight."""
@@ -481,6 +497,8 @@ class Supervisor:
             )
         if self._lock.locked():
             return None
+        if not self._awake.is_set():
+            return "engines sleep until the next publish: an iteration's last group had come before this call"
         for member in self._members.values():
             if member.engine.state is EngineState.READY or (member.task is not None and not member.task.done()):
                 return None

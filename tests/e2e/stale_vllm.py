@@ -182,21 +182,18 @@ def _record_no_versions(plant: dict[str, Any]) -> None:
 
 def _lose_at_sleep(plant: dict[str, Any]) -> None:
     """Lose tensors after the load that follows the second sleep; or trust the base that was held before it."""
-    from megatron_rl.sidecar.vllm import held_model
+    from megatron_rl.sidecar.vllm import held_model, sleeping
 
-    wake, num_waked = held_model.wake, 0
+    end, num_ends = sleeping.Sleep.end, 0
 
-    def lose(worker: Any, part: str) -> None:
-        nonlocal num_waked
-        wake(worker, part)
-        num_waked += 1
-        if num_waked < 4:
-            return
-        model = worker.model_runner.get_model()
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if plant["lost"] in name:
+    def lose(self: Any, part: str) -> None:
+        nonlocal num_ends
+        end(self, part)
+        num_ends += 1
+        for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers()):
+            if num_ends >= 4 and plant["lost"] in name:
                 tensor.data.zero_()
 
-    held_model.wake = lose
+    sleeping.Sleep.end = lose
     if plant["lost"] == "base":
         held_model.HeldModel.forget_base = lambda self: None

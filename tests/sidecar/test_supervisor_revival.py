@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from megatron_rl.errors import InputError
 from megatron_rl.sidecar.engines import EngineLost, EngineState
 from megatron_rl.sidecar.members import UP
 from megatron_rl.sidecar.publication import StepDeadlines
@@ -228,6 +229,43 @@ async def test_an_engine_that_dies_asleep_is_started_with_the_next_publish(facto
         assert [len(made) for made in factory.made.values()] == [1, 1]
         await supervisor.publish(weights(1, location=str(tmp_path)))
         await until(lambda: states(factory) == {EngineState.READY})
+
+
+async def test_what_is_left_of_an_engine_that_is_lost_before_a_sleep_is_ended_with_it(factory, tmp_path):
+    async with supervised(factory, takes_turns=True, first_pause=60, longest_pause=60) as supervisor:
+        await supervisor.publish(weights(0, location=str(tmp_path)))
+        # Its processes may live: it is lost if it makes no progress.
+        factory.killed["engine-1"] = 1
+        await until(lambda: factory.engine("engine-1").state is EngineState.DEAD)
+        assert not factory.engine("engine-1").is_closed
+        await supervisor.sleep()
+        assert not on_devices(factory)
+
+
+async def test_a_sleep_that_breaks_off_is_begun_again_by_the_next_request(factory):
+    async with supervised(factory, takes_turns=True, deadlines=StepDeadlines()) as supervisor:
+        await supervisor.publish(weights(0))
+        factory.fail("engine-1", "sleep", "hang")
+        sleeping = asyncio.create_task(supervisor.sleep())
+        await until(lambda: factory.engine("engine-0").is_asleep)
+        sleeping.cancel()
+        await asyncio.sleep(0.05)
+        assert on_devices(factory) == ["engine-1"]
+        await supervisor.sleep()
+        assert not on_devices(factory)
+
+
+async def test_engines_that_keep_their_devices_do_not_sleep_and_no_engine_joins_those_that_do(factory):
+    async with supervised(factory) as supervisor:
+        with pytest.raises(InputError, match="these engines keep their devices"):
+            await supervisor.sleep()
+    async with supervised(factory, takes_turns=True) as supervisor:
+        with pytest.raises(InputError, match="no more join"):
+            supervisor.add()
+        with pytest.raises(InputError, match="no more join"):
+            await supervisor.adopt("/tmp/socket")
+        with pytest.raises(EngineLost, match="engines sleep until the next publish"):
+            await asyncio.wait_for(supervisor.generate(request(0)), 60)
 
 
 async def test_ranks_wait_for_an_engine_that_is_being_started_which_sleeps_then(factory, tmp_path):

@@ -67,7 +67,7 @@ from megatron_rl.sidecar.vllm.received import (
     read_started_from,
     recording,
 )
-from megatron_rl.sidecar.vllm.sleeping import Part, sleep, wake
+from megatron_rl.sidecar.vllm.sleeping import Part, Sleep
 
 Answer = dict[str, Any]
 Weights = Iterable[tuple[str, torch.Tensor]]
@@ -90,6 +90,7 @@ class HeldModel:
         self.maps: Maps | None = None
         self.slot: AdapterSlot | None = None
         self._worker = worker
+        self._sleep = Sleep(worker)
         self._fingerprint = ""
         self._is_torn = False
         # Names and shapes of the tensors of the checkpoint that the engine started from; None until they are read.
@@ -185,11 +186,11 @@ class HeldModel:
         self._end_recording()
         self._fingerprint = ""
         self.forget_base()
-        sleep(self._worker)
+        self._sleep.begin()
 
     def wake(self, part: Part) -> None:
         """Get a part of the device's memory back; nothing is held before the next load."""
-        wake(self._worker, part)
+        self._sleep.end(part)
         if part == "weights" and getattr(self._worker.model_runner, "lora_manager", None) is not None:
             self.slot = self.slot or AdapterSlot(self._worker.model_runner)
             self.slot.wipe()

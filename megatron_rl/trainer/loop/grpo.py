@@ -101,7 +101,7 @@ class GrpoStage(Stage):
     def _take_devices(self, turns: "DeviceTurns", version: int) -> None:
         """Have engines sleep, and the ranks come back to their devices. All slots have come."""
         with self.log.timeline.part("devices"):
-            self.rollouts.let_engines_sleep(version, self.publisher.deadline_seconds)
+            self.rollouts.let_engines_sleep(version)
             turns.come_back()
 
     def _find_equal(self, identity: Identity) -> set[str]:

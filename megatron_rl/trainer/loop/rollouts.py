@@ -128,9 +128,9 @@ class Rollouts:
         finally:
             slots.close()
 
-    def let_engines_sleep(self, version: int, deadline_seconds: float) -> None:
-        """Return once engines have given their devices to the ranks."""
-        self._session.run_on_first(lambda: self._client.sleep(version, deadline_seconds))
+    def let_engines_sleep(self, version: int) -> None:
+        """Return once engines have given their devices to the ranks; one that is starting starts up before."""
+        self._session.run_on_first(lambda: self._client.sleep(version, self._terms.deadline_seconds))
 
     def complete(self, version: int, mismatch: Mismatch, seconds: float) -> None:
         """Tell the sidecar that an iteration was trained on, the mismatch of its tokens, and the seconds that it took.

@@ -7,9 +7,10 @@ objects: their storages are emptied, and filled again in other memory. On a CPU 
 - engines load nothing before all ranks have left, and a rank takes nothing back before all engines sleep;
 - after a turn every tensor has the bits from before. Gradients are zero then, and are not copied.
 
-Its libraries' own buffers stay on the device, and so do batches that have arrived.
+Its libraries' own buffers stay on the device, and so do adapters from before an iteration's first update.
 """
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ import torch
 from megatron_rl.platforms import Platform
 from megatron_rl.trainer.mcore.session import Session
 from megatron_rl.trainer.mcore.step.policy import Policy
+
+_log = logging.getLogger(__name__)
 
 
 class DeviceTurns:
@@ -32,7 +35,7 @@ class DeviceTurns:
         self._away: list[tuple[torch.UntypedStorage, int, torch.Tensor | None]] = []
         """The emptied storages: their bytes, and the copy of these on the host; None if they are zero."""
         self._buffers: dict[int, torch.Tensor] = {}
-        """Memory of the host by the place of a storage in the order of storages, kept for the next turn."""
+        """Memory of the host for each storage, kept for the next turn."""
 
     def leave(self) -> None:
         """Copy everything to the host, and give the device's memory back; return once all ranks have."""
@@ -46,18 +49,28 @@ class DeviceTurns:
         assert not self._away, "the rank has left its device already"
         kept = {_identify(tensor): tensor.untyped_storage() for tensor in self._pick(self._list_kept())}
         zero = {_identify(tensor): tensor.untyped_storage() for tensor in self._pick(self._list_gradients())}
-        for number, (identity, storage) in enumerate({**kept, **zero}.items()):
+        for identity, storage in {**kept, **zero}.items():
             copy = None
             if identity in kept:
-                copy = self._buffers.get(number)
-                if copy is None or copy.numel() != storage.nbytes():
-                    copy = self._buffers[number] = self._platform.host_buffer(storage.nbytes())
+                copy = self._find_buffer(storage)
                 copy.copy_(_view(storage), non_blocking=True)
             self._away.append((storage, storage.nbytes(), copy))
         self._platform.synchronize()
         for storage, _, _ in self._away:
             _empty(storage)
         self._platform.release_memory()
+
+    def _find_buffer(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """Return memory of the host for a storage, whose object stays the same from turn to turn.
+
+        It is not torch's memory for copies, which has a power of two of bytes.
+        """
+        key = storage._cdata
+        if key not in self._buffers:
+            self._buffers[key] = torch.empty(storage.nbytes(), dtype=torch.uint8)
+            if reason := self._platform.page_lock(self._buffers[key]):
+                _log.warning("copies to and from the host are slow: %s", reason)
+        return self._buffers[key]
 
     def _come_back(self) -> None:
         for storage, size, copy in self._away:
