@@ -38,7 +38,7 @@ _COMMANDS = {
     "trace": ("megatron_rl.analysis.commands:trace", "write what every process of a run did when, for ui.perfetto.dev"),
     "translate": (
         "megatron_rl.migrate.translate:main",
-        "print our command line for a run of slime, Megatron-LM, verl or TRL",
+        "print our command line for a run of slime, Megatron-LM, verl, NeMo-RL or TRL",
     ),
     "try-agent": (
         "megatron_rl.commands.try_agent:main",

@@ -35,7 +35,9 @@ def find_command(script: Path, text: str, arguments: Sequence[str]) -> tuple[lis
     read = read_shell_script(text, variables, arguments, functools.partial(_read_beside, script))
     found = next(filter(None, map(_split_command, read.commands)), None)
     if found is None:
-        raise InputError(f"{script} starts no run that is known: write a script of slime, Megatron-LM, verl or TRL")
+        raise InputError(
+            f"{script} starts no run that is known: write a script of slime, Megatron-LM, verl, NeMo-RL or TRL"
+        )
     return *found, read.missing
 
 

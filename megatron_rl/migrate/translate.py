@@ -1,4 +1,4 @@
-"""megatron-rl translate: the command line of this package for a run of slime, Megatron-LM, verl or TRL."""
+"""megatron-rl translate: the command line of this package for a run of slime, Megatron-LM, verl, NeMo-RL or TRL."""
 
 import argparse
 import os
@@ -18,7 +18,9 @@ from megatron_rl.migrate.launch_command import (
     read_program,
     read_switches,
 )
+from megatron_rl.migrate.nemo_config import PROGRAMS, find_nemo_config, is_nemo_config, read_nemo_config
 from megatron_rl.migrate.translate_flags import translate_flags
+from megatron_rl.migrate.translate_nemo import translate_nemo
 from megatron_rl.migrate.translate_trl import translate_trl
 from megatron_rl.migrate.translate_verl import translate_verl
 from megatron_rl.migrate.translation import Translation
@@ -30,10 +32,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the translation of a script; return USAGE if a run would refuse it."""
     parser = argparse.ArgumentParser(
         prog="megatron-rl translate",
-        description="Prints the command line of this package for a run of slime, Megatron-LM, verl or TRL.",
+        description="Prints the command line of this package for a run of slime, Megatron-LM, verl, NeMo-RL or TRL.",
     )
-    parser.add_argument("script", type=Path, help="a launch script (.sh), or TRL's settings (.yaml or .py)")
-    parser.add_argument("arguments", nargs="*", help="the script's own arguments")
+    parser.add_argument("script", type=Path, help="a launch script (.sh), or settings of TRL or NeMo-RL (.yaml or .py)")
+    parser.add_argument("arguments", nargs="*", help="the script's own arguments, or a config's overrides")
     parser.add_argument("--add", default="", metavar="FLAGS", help="flags of this package to write too, as one text")
     options = parser.parse_args(argv)
     translation = translate(options.script, options.arguments)
@@ -49,6 +51,8 @@ def translate(script: Path, arguments: Sequence[str] = ()) -> Translation:
         text = script.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{script} cannot be read ({error}): write a launch script") from error
+    if script.suffix in (".yaml", ".yml") and is_nemo_config(text):
+        return translate_nemo(read_nemo_config(script, arguments), "", script)
     if script.suffix in (".yaml", ".yml"):
         return translate_trl(read_flat_yaml(text), script)
     if script.suffix == ".py":
@@ -66,6 +70,9 @@ def _translate_command(head: Sequence[str], words: Sequence[str], script: Path) 
         if "megatron" in read_launcher(words).get("config_name", ""):
             settings["model_engine"] = "megatron"
         return translate_verl(settings)
+    if (program := Path(head[-1])).stem in (f"run_{name}" for name in PROGRAMS):
+        config = find_nemo_config(program, read_launcher(words).get("config", ""), script)
+        return translate_nemo(read_nemo_config(config, words), program.stem, script)
     if "trl" in head or "accelerate" in head:
         settings = read_switches(words)
         processes = read_launcher(head).get("num_processes")

@@ -52,7 +52,7 @@ def translate_trl(given: Mapping[str, str], script: object) -> Translation:
     given = {key: value for key, value in given.items() if key != STAGE}
     if known.isdisjoint(given):
         raise InputError(
-            f"{script} has no setting of TRL's GRPOConfig: write a script of slime, Megatron-LM, verl or TRL"
+            f"{script} has no setting of TRL's GRPOConfig: write a script of slime, Megatron-LM, verl, NeMo-RL or TRL"
         )
     defaults = table["defaults"] | (_DISTILLED if TEACHER in given else _PREFERRED if is_dpo else {})
     theirs, to = TheirSettings(given, defaults), Translation(table["title"])

@@ -85,7 +85,7 @@ class TheirSettings:
 
 
 # Settings that have a value with the name none.
-_NAMED_NONE = ("scale_rewards",)
+_NAMED_NONE = ("scale_rewards", "policy.megatron_cfg.moe_router_load_balancing_type")
 
 
 @functools.cache

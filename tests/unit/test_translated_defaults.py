@@ -33,8 +33,24 @@ SCRIPTS = {
         "python3 train.py --actor-num-gpus-per-node 4 --hf-checkpoint {model} --prompt-data {prompts} "
         "--rollout-batch-size 32 --n-samples-per-prompt 8 --num-rollout 10 --rollout-max-response-len 64 {besides}",
     ),
+    "nemo": ("run.sh", "uv run examples/run_grpo.py --config config.yaml {besides}"),
     "trl": ("grpo.yaml", "model_name_or_path: {model}\nnum_processes: 2\n{besides}\n"),
 }
+
+
+# The sections of NeMo-RL's config that have no defaults, as far as a run needs them.
+CONFIG = """
+policy:
+  model_name: {model}
+  train_global_batch_size: 64
+  max_total_sequence_length: 128
+  max_grad_norm: 1.0
+  megatron_cfg: {{enabled: true, optimizer: {{optimizer: adam, lr: 1e-6}}, scheduler: {{lr_decay_style: constant}}}}
+  generation: {{max_new_tokens: 64, temperature: 1.0, colocated: {{enabled: false}}}}
+teacher: {{model_name: {model}}}
+value: {{model_name: "${{policy.model_name}}"}}
+cluster: {{gpus_per_node: 2, num_nodes: 1}}
+"""
 
 
 @dataclasses.dataclass
@@ -68,8 +84,13 @@ def run_translate(project: str, besides: str, at: Path) -> Translated:
     estimator = "gae" if "adv_estimator=gae" in besides else "grpo"
     group = "1" if "rollout.n=1" in besides else "8"
     script.write_text(text.format(model=model, prompts=PROMPTS[1], besides=besides, estimator=estimator, group=group))
+    (at / "config.yaml").write_text(CONFIG.format(model=model))
     found = translate.translate(script)
-    found.words |= dict(translate.group_words(shlex.split(ADDED)))
+    added = dict(translate.group_words(shlex.split(ADDED)))
+    if "--stage" in found.words:
+        # Neither fine-tuning nor preferences have rewards.
+        del added["--reward"]
+    found.words = added | found.words
     problems = translate.find_problems(found)
     printed = read_shell_script(translate.write(found, problems)).commands[0]
     words = printed[printed.index("pretrain_grpo.py") + 1 :]
@@ -97,7 +118,7 @@ def test_every_default_of_the_table_is_carried_over_or_named(project: str, tmp_p
     assert wrong == []
 
 
-@pytest.mark.parametrize("project", ["verl", "trl"])
+@pytest.mark.parametrize("project", ["verl", "nemo", "trl"])
 def test_the_table_has_every_default_that_is_translated(project: str) -> None:
     listed = {key: row[0] for kind in KINDS for key, row in ROWS[project][kind].items()}
     assert listed == read_table(project)["defaults"]
@@ -106,7 +127,7 @@ def test_the_table_has_every_default_that_is_translated(project: str) -> None:
 def list_written(project: str) -> str:
     """Return every default of a project, as a script of it would write them."""
     rows = [(key, row[0]) for kind in ("carried", "same") for key, row in ROWS[project][kind].items() if len(row) == 3]
-    if project == "verl":
+    if project in ("verl", "nemo"):
         return " ".join(f"'{key}={value}'" for key, value in rows)
     if project == "trl":
         return "\n".join(f"{key}: {value}" for key, value in rows)
@@ -125,7 +146,7 @@ def test_defaults_that_are_written_give_the_command_of_those_that_are_not(projec
 
 def test_the_page_has_the_counts_of_the_table() -> None:
     page = read("docs/recipes.md")
-    for project, title in (("verl", "verl"), ("slime", "slime"), ("trl", "TRL")):
+    for project, title in (("verl", "verl"), ("slime", "slime"), ("nemo", "NeMo-RL"), ("trl", "TRL")):
         counts = [len(ROWS[project][kind]) for kind in KINDS]
         row = " | ".join((f"| {title} {ROWS[project]['version']}", str(sum(counts)), *map(str, counts)))
         assert f"{row} |" in page
