@@ -31,6 +31,8 @@ def is_nemo_config(text: str) -> bool:
 
 def find_nemo_config(program: Path, config: str, script: Path) -> Path:
     """Find the config of a program: by its path, or from a folder that the script is in."""
+    if "$" in config:
+        raise InputError(f"{script} has its shell find {config}: name the config itself, and its overrides after it")
     file = Path(config) if config else program.parent / "configs" / f"{PROGRAMS[program.stem[4:]]}.yaml"
     places = (folder / file for folder in (Path(), *script.absolute().parents))
     return next((place for place in places if place.is_file()), file)

@@ -28,6 +28,7 @@ _OF_DISTANCE = ("loss_fn.kl_type", "loss_fn.mixed_kl_weight", "loss_fn.zero_outs
 _ENGINES, _KL = "policy.generation", "loss_fn.reference_policy_kl"
 _TEACHERS = "on_policy_distillation.teacher_model_by_agent_name."
 _CORRECTIONS = {"tis": "truncate", "icepop": "mask"}
+_EMPTY = ("null", "", "{}", "[]")
 # Sections that have an effect although `enabled` is false.
 _READ = (MEGATRON, DTENSOR, f"{_ENGINES}.colocated", "checkpointing")
 # Sections of which a part is read, and what to say of the rest.
@@ -40,15 +41,7 @@ _PARTS: Mapping[str, str] = {
 
 def translate_nemo(settings: Mapping[str, str], program: str, source: object) -> Translation:
     """Translate the settings of a config; `program` chooses the algorithm if no section does."""
-    sections = {key.split(".")[0] for key in settings}
-    name = next((name for name in PROGRAMS if name in sections), program.removeprefix("run_"))
-    flat = [section for section in ("policy", name) if settings.get(section, "{}") != "{}"]
-    if flat:
-        raise InputError(f"{source}: {flat[0]} = {settings[flat[0]]} must be a section, with a `key: value` line each")
-    if name not in PROGRAMS or "policy" not in sections or "loss_fn.gold_loss" in settings:
-        raise InputError(
-            f"{source} is not a config of NeMo-RL's {', '.join(PROGRAMS)}: its other programs have no counterpart here"
-        )
+    name = _choose_algorithm(settings, program, source)
     table = _choose_table(name)
     is_megatron = settings.get(f"{MEGATRON}.enabled", "").lower() == "true"
     idle = _list_idle(settings, name, table["blocks"].split(), is_megatron)
@@ -74,12 +67,9 @@ def translate_nemo(settings: Mapping[str, str], program: str, source: object) ->
     _write_intervals(theirs, to, name)
     _write_data(theirs, to, name)
     places = _read_places(theirs)
-    for key in [
-        key for key, text in given.items() if text in ("null", "", "{}", "[]") and key not in table["settings"]
-    ]:
-        if key not in theirs.asked:
-            theirs.text(key)
-            to.meaningless.append(key)
+    empty = [key for key, text in given.items() if text in _EMPTY and key not in {*theirs.asked, *table["settings"]}]
+    theirs.asked.update(empty)
+    to.meaningless += empty
     carry_settings(table, theirs, to)
     if name in _SAMPLED:
         _require_reward(to, settings)
@@ -91,6 +81,20 @@ def translate_nemo(settings: Mapping[str, str], program: str, source: object) ->
     to.notes += (text for part, text in _PARTS.items() if any(key.startswith(f"{part}.") for key in settings))
     to.meaningless = _shorten([*to.meaningless, *(f"{section}.*" for section in idle)])
     return to
+
+
+def _choose_algorithm(settings: Mapping[str, str], program: str, source: object) -> str:
+    sections = {key.split(".")[0] for key in settings}
+    name = next((name for name in PROGRAMS if name in sections), program.removeprefix("run_"))
+    for section in ("policy", name):
+        if settings.get(section, "{}") != "{}":
+            raise InputError(f"{source}: {section} = {settings[section]} must be a section, with `key: value` lines")
+    # A distillation with a gold loss learns rows of a data set, from teachers with other tokenizers.
+    if name not in PROGRAMS or "policy" not in sections or "loss_fn.gold_loss" in settings:
+        raise InputError(
+            f"{source} is not a config of NeMo-RL's {', '.join(PROGRAMS)}: its other programs have no counterpart here"
+        )
+    return name
 
 
 def _choose_table(name: str) -> Mapping[str, Any]:
@@ -130,17 +134,16 @@ def _shorten(keys: Sequence[str]) -> list[str]:
 
 def _write_sizes(theirs: TheirSettings, to: Translation, name: str) -> float:
     """Write the sizes of an iteration and of an update; return the number of updates of an iteration."""
-    tokens = [theirs.text(f"policy.{part}.train_mb_tokens") for part in ("sequence_packing", "dynamic_batching")]
-    tokens = [text for text in tokens if text]
+    packing = [f"policy.{part}" for part in ("sequence_packing", "dynamic_batching")]
+    tokens = [theirs.text(f"{part}.train_mb_tokens") for part in packing if theirs.is_on(f"{part}.enabled")]
     for flag, text in (
         ("--global-batch-size", theirs.text("policy.train_global_batch_size")),
         ("--max-tokens-per-gpu" if tokens else "--micro-batch-size",
-         (*tokens, theirs.text("policy.train_micro_batch_size"))[0]),
+         [*tokens, theirs.text("policy.train_micro_batch_size")][0]),
         ("--seq-length", theirs.text("policy.max_total_sequence_length")),
     ):  # fmt: skip
         if text:
             to.write(flag, text)
-    theirs.text("policy.sequence_packing.enabled"), theirs.text("policy.dynamic_batching.enabled")
     if name not in _SAMPLED:
         to.notes.append(
             "Rows that are too long keep their place in NeMo-RL's batches, without weight; here others have it."

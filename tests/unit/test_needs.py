@@ -12,7 +12,8 @@ from tests import extras
 from tests.ranks import ROOT
 
 GROUPS = (
-    "always", "cpu", "cuda", "npu", "math", "parquet", "picture", "ray", "report", "tensorboard", "translate", "verifiers",
+    "always", "cpu", "cuda", "npu", "math", "parquet", "picture", "ray", "report", "tensorboard", "translate",
+    "verifiers",
 )  # fmt: skip
 # Imported if installed, and named by an error if needed; jinja2 comes with torch, and verl imports what imports it.
 FREE = {

@@ -302,6 +302,9 @@ def test_the_command_of_a_program_has_its_config_and_its_overrides(
         script.write_text(f"MAX_STEPS=7\nuv run --extra mcore examples/run_grpo.py {config} {words} $@\n")
         found = translate.translate(script, ["grpo.seed=5"])
         assert is_written(found, train_iters=7, hf_model="other", seed=5, grpo_prompts_per_step=128)
+    script.write_text("uv run examples/run_grpo.py --config $(find . -name x.yaml)\n")
+    with pytest.raises(InputError, match="name the config itself, and its overrides after it"):
+        translate.translate(script)
     command = ["translate", str(configs / "grpo_math_1B.yaml"), "grpo.seed=6", "++policy.model_name=third"]
     assert cli.main(command) == ExitCode.USAGE
     assert "--seed 6" in capsys.readouterr().out
@@ -358,6 +361,11 @@ def test_files_inherit_and_values_refer_to_others(tmp_path: Path) -> None:
         ({"run.yaml": "policy: {a: '${now:%Y}'}\n"}, "policy.a refers to now:%Y, which is not known"),
         ({"run.yaml": "policy: {a: 1}\nrm: {seed: 1}\n"}, "run.yaml is not a config of NeMo-RL's ppo, "),
         ({"run.yaml": "grpo: {seed: 1}\n"}, "run.yaml is not a config of NeMo-RL's ppo, "),
+        # It distils rows of a data set, between tokenizers.
+        (
+            {"run.yaml": "policy: {a: 1}\ndistillation: {a: 1}\nloss_fn: {gold_loss: true}\n"},
+            "is not a config of NeMo-RL's",
+        ),
     ],
 )
 def test_a_config_that_is_wrong_is_one_sentence(files: dict[str, str], text: str, tmp_path: Path) -> None:
