@@ -78,10 +78,11 @@ def _list_others(model: torch.nn.Module, caches: Iterable[torch.Tensor]) -> Iter
     device = next(model.parameters()).device
     for module in model.modules():
         for value in vars(module).values():
-            if isinstance(value, torch.Tensor) and value.device == device:
-                if (place := value.untyped_storage().data_ptr()) not in places:
-                    places.add(place)
-                    yield value.data
+            if not isinstance(value, torch.Tensor) or value.device != device:
+                continue
+            if (place := value.untyped_storage().data_ptr()) not in places:
+                places.add(place)
+                yield value.data
 
 
 @torch.no_grad()
