@@ -155,9 +155,12 @@ class Trial:
 def _judge(judging: grpo_twin.Judging | None) -> str:
     if judging is None:
         return ""
-    words = f" --critic {judging.folder} --critic-lr {judging.learning_rate} --critic-lambda {judging.own_decay}"
+    words = (
+        f" --critic {judging.folder or 'head'} --critic-lr {judging.learning_rate} --critic-lambda {judging.own_decay}"
+    )
     words += f" --gae-discount {judging.discount}"
     words += f" --critic-clip {judging.clip}" * (judging.clip is not None)
+    words += f" --critic-loss-coef {judging.coef}" * (judging.folder is None)
     return (
         f"{words} --gae-lambda {judging.decay}"
         if judging.alpha is None

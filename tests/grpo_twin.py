@@ -89,7 +89,8 @@ class Teaching:
 class Judging:
     """A critic, a language model's body with the `score.weight` of its folder, and how it is used."""
 
-    folder: Path
+    folder: Path | None
+    """None for a head on the policy."""
     decay: float = 0.9
     """Lambda, for advantages."""
     own_decay: float = 0.9
@@ -98,6 +99,11 @@ class Judging:
     clip: float | None = None
     alpha: float | None = None
     learning_rate: float = 0.05
+    coef: float = 1.0
+
+    def draw_score(self, width: int) -> torch.Tensor:
+        """Draw the weight of a head on the policy: at 0 it would have no gradient for the policy."""
+        return 0.3 * torch.randn(1, width, generator=torch.Generator().manual_seed(5))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,8 +206,11 @@ class Twin:
         self._batches = [_pad(groups, dtype, rules) for groups in updates]
         self._critic, self._score, self._expected = None, torch.zeros(0), []
         if rules.judging is not None:
-            self._critic = self._load(rules.judging.folder)
-            score = load_file(rules.judging.folder / "model.safetensors")["score.weight"]
+            if (folder := rules.judging.folder) is None:
+                score = rules.judging.draw_score(self._policy.config.hidden_size)
+            else:
+                self._critic = self._load(folder)
+                score = load_file(folder / "model.safetensors")["score.weight"]
             self._score = torch.nn.Parameter(score.to(dtype))
             with torch.no_grad():
                 self._expected = [self._values(batch) for batch in self._batches]
@@ -241,8 +250,9 @@ class Twin:
         of_critic = {name.removeprefix(CRITIC): one for name, one in weights.items() if name.startswith(CRITIC)}
         self._policy.load_state_dict({name: one for name, one in weights.items() if not name.startswith(CRITIC)})
         self._stir(self._policy)
-        if self._critic is not None:
+        if self.rules.judging is not None:
             self._score.data.copy_(of_critic.pop("score.weight"))
+        if self._critic is not None:
             self._critic.load_state_dict(of_critic, strict=False)
             self._stir(self._critic)
 
@@ -259,16 +269,17 @@ class Twin:
     def _named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         """List what has gradients; the critic's language model has an output layer that has none."""
         named = list(self._policy.named_parameters())
-        if self._critic is not None:
-            others = [*self._critic.named_parameters(), ("score.weight", self._score)]
+        if self.rules.judging is not None:
+            of_body = () if self._critic is None else self._critic.named_parameters()
+            others = [*of_body, ("score.weight", self._score)]
             named += [(CRITIC + name, value) for name, value in others if name != "lm_head.weight"]
         return named
 
     def _values(self, batch: _Padded) -> torch.Tensor:
         """Return the critic's value of each token: of what stands before it."""
-        assert self._critic is not None
+        judge = self._policy if self._critic is None else self._critic
         with everything_in(self._dtype):
-            body = self._critic.model(input_ids=batch.ids_RL, attention_mask=batch.attention_RL)
+            body = judge.model(input_ids=batch.ids_RL, attention_mask=batch.attention_RL)
             value_RL = (body.last_hidden_state @ self._score.T)[:, :-1, 0]
         return torch.nn.functional.pad(value_RL, (1, 0))[batch.row_BL, batch.column_BL]
 
@@ -314,7 +325,8 @@ class Twin:
         loss_BL = loss_BL - rules.entropy * entropy_BL
         if teaching is not None and teaching.divergence != "sampled":
             loss_BL = loss_BL + teaching.coef * teacher_BL
-        loss_BL = loss_BL + critic_BL
+        if rules.judging is not None:
+            loss_BL = loss_BL + rules.judging.coef * critic_BL
         deviation = self._deviation(advantage_BL, mask_BL)
         loss = self._aggregate(loss_BL, mask_BL) / deviation
         loss.backward()

@@ -23,6 +23,8 @@ POLICY, OLD = "policy", "old"
 """The names of the policy, and of the policy that sampled."""
 CRITIC, OLD_CRITIC = "critic", "old_critic"
 """The names of the critic, and of the critic at the start of an iteration."""
+HEAD = "head"
+"""The value of --critic for a critic that is a layer on the policy."""
 
 
 def find_role(model: str) -> str:

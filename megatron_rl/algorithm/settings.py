@@ -158,8 +158,13 @@ class AlgorithmConfig(LossSettings):
     critic: str | None = own_flag(
         None,
         "The Hugging Face folder whose weights the critic begins with, or `policy` for those of `--hf-model`; for "
-        "`--grpo-advantage gae`. Its last layer gives one number, from the folder's `score.weight` or from 0.",
+        "`--grpo-advantage gae`. Its last layer gives one number, from the folder's `score.weight` or from 0. With "
+        "`head` the critic is only such a layer, on the policy's last hidden states, and its loss trains the policy "
+        "too.",
         "--critic",
+    )
+    critic_loss_coef: float = own_flag(
+        1.0, "The weight of the loss of `--critic head`.", "--critic-loss-coef", bound="above 0"
     )
     critic_lr: float | None = own_flag(
         None,

@@ -4,6 +4,7 @@ import importlib
 import math
 from collections.abc import Iterator, Sequence
 
+from megatron_rl.algorithm.declaration import HEAD
 from megatron_rl.algorithm.library import ADVANTAGES, LOSS_FIELDS, LOSSES
 from megatron_rl.algorithm.settings import name_teachers
 from megatron_rl.config.settings import DraftSettings
@@ -42,6 +43,7 @@ def check_algorithm(settings: DraftSettings) -> Iterator[str]:
         ("kl_in", beta, algorithm.kl_beta > 0),
         *((field, "--teacher", algorithm.teacher is not None) for field in _OF_TEACHER),
         *((field, "--critic", algorithm.critic is not None) for field in _OF_CRITIC),
+        ("critic_loss_coef", "--critic head", algorithm.critic == HEAD),
         ("gae_lambda", "no --gae-length-alpha", algorithm.gae_length_alpha is None),
         ("opd_top_k", over_vocabulary, algorithm.opd_divergence != "sampled"),
         ("opd_mixture", "--opd-divergence jsd", algorithm.opd_divergence == "jsd"),

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.algorithm.declaration import HEAD
 from megatron_rl.algorithm.plug_ins import find_roles
 from megatron_rl.algorithm.settings import name_teachers
 from megatron_rl.command_line.backends import choose_backends
@@ -77,17 +78,25 @@ def _check_served(folder: Path, settings: DraftSettings) -> list[str]:
 def resolve_critic(
     settings: DraftSettings, flags: Sequence[Flag], given: Mapping[str, Given], platform: Platform, chip: str | None
 ) -> tuple[DraftSettings | None, list[str]]:
-    """Return the critic's settings, likewise: it has no adapters, and its gradients are reduced after the last one."""
+    """Return the critic's settings, likewise: it has no adapters, and its gradients are reduced after the last one.
+
+    A head on the policy has the policy's architecture.
+    """
     algorithm, folder = settings.algorithm, settings.model.hf_model
     assert algorithm.critic is not None and folder is not None
-    folder = folder if algorithm.critic == "policy" else Path(algorithm.critic)
+    folder = folder if algorithm.critic in ("policy", HEAD) else Path(algorithm.critic)
     ddp = _change(settings.ddp, overlap_grad_reduce=False, overlap_param_gather=False)
     rate = algorithm.critic_lr or settings.optimizer.lr
     least = settings.optimizer.min_lr if rate is None else min(settings.optimizer.min_lr or 0.0, rate)
     own = {"lr": rate, "min_lr": least, "decoupled_lr": None, "decoupled_min_lr": None}
     optimizer = _change(settings.optimizer, overlap_param_gather=False, **own)
     trained = dataclasses.replace(settings, lora=LoraConfig(), ddp=ddp, optimizer=optimizer)
-    critic, problems = _resolve(_CRITIC, folder, True, trained, flags, given, platform, chip)
+    problems = list[str]()
+    if algorithm.critic == HEAD:
+        assert settings.architecture is not None
+        critic: DraftSettings | None = choose_backends(trained, settings.architecture, chip, problems.extend)
+    else:
+        critic, problems = _resolve(_CRITIC, folder, True, trained, flags, given, platform, chip)
     if rate is not None and settings.schedule.lr_warmup_init > rate:
         problems.append(
             f"--lr-warmup-init {settings.schedule.lr_warmup_init:g} is above the critic's rate, {rate:g}: write less, "

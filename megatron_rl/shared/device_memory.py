@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.algorithm.declaration import HEAD
 from megatron_rl.algorithm.library import PREFERENCES
 from megatron_rl.algorithm.settings import name_teachers
 from megatron_rl.errors import UsageError
@@ -345,7 +346,8 @@ def read_rank_memory(look_up: LookUp, architecture: Architecture, replicas: int)
 
 def _read_critic(look_up: LookUp, architecture: Architecture) -> Architecture | None:
     folder = look_up("algorithm.critic")
-    if folder is None:
+    # A head on the policy is a few thousand numbers.
+    if folder in (None, HEAD):
         return None
     own = architecture if folder == "policy" else read_architecture(Path(folder), flag="--critic")
     # It has no output layer to speak of.

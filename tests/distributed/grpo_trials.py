@@ -32,7 +32,14 @@ from megatron_rl.trainer.loop.measures import Learned, Measures, UpdateOutcome, 
 from megatron_rl.trainer.loop.rollouts import build_batcher
 from megatron_rl.trainer.mcore.session import Session, start_session
 from megatron_rl.trainer.mcore.step.forward_step import is_reporter
-from megatron_rl.trainer.mcore.step.policy import Policy, build_critic, build_frozen, build_policy, build_reference
+from megatron_rl.trainer.mcore.step.policy import (
+    Policy,
+    Trained,
+    build_critic,
+    build_frozen,
+    build_policy,
+    build_reference,
+)
 from megatron_rl.trainer.mcore.step.roles import Roles, build_roles
 from megatron_rl.trainer.mcore.step.trace import StepTrace
 from tests.distributed.layouts import Model, gather_reduced_shards
@@ -55,6 +62,15 @@ class Seen:
     """The metrics of the update's iteration."""
 
 
+class Head(Model):
+    """A critic that is a head on the policy: it has no tensors of a folder."""
+
+    def gradients(self) -> Tensors:
+        return {}
+
+    parameters = gradients
+
+
 @dataclasses.dataclass(frozen=True)
 class Run:
     """The parts of a run on one rank, but its sidecar: slots come from a problem."""
@@ -64,13 +80,17 @@ class Run:
     sizes: Sizes
     policy: Policy
     roles: Roles
-    critic: Policy | None = None
+    critic: Trained | None = None
 
     @property
     def model(self) -> Model:
         return self.find_model(self.policy)
 
-    def find_model(self, trained: Policy) -> Model:
+    def find_model(self, trained: Trained) -> Model:
+        if not isinstance(trained, Policy):
+            return Head(
+                self.session, self.policy.weights.architecture, trained.chunks, self.policy.weights, trained.wrapped
+            )
         return Model(self.session, trained.weights.architecture, trained.chunks, trained.weights, trained.wrapped)
 
     @property
@@ -126,7 +146,7 @@ class Witness:
         objective: Objective,
         policy: Policy,
         model: Model,
-        critic: Policy | None = None,
+        critic: Trained | None = None,
         of_critic: Model | None = None,
     ):
         self.gradients: list[Tensors] = []
@@ -165,7 +185,8 @@ class Witness:
         model = self._of_critic
         for chunk in model.wrapped:
             gather_reduced_shards(chunk)
-        head = model.chunks[-1].output_weight() if model.chunks[-1].post_process else None
+        last = model.chunks[-1]
+        head = (last.weight if isinstance(model, Head) else last.output_weight()) if last.post_process else None
         scores = None if head is None else (head.main_grad.clone(), head.detach().clone())
         of_scores = next(one for one in model.session.gather(scores) if one is not None)
         self._critic = tuple(
@@ -201,6 +222,9 @@ def _run(problem: Problem, trial: Trial, session: Session, stack: contextlib.Exi
     recorder = Recorder()
     trace = StepTrace(recorder, session.platform)
     run = build_run(session, settings, problem.reference, trace=trace)
+    if run.critic is not None and trial.rules.judging.folder is None:
+        for weight in run.critic.chunks[0].parameters():
+            weight.data.copy_(trial.rules.judging.draw_score(weight.shape[1]))
     batcher = build_batcher(settings, session.device, group_advantages, trial.rules.baseline)
     parts = Parts(run.roles, batcher, run.objective, stack)
     if trial.fault is not None:

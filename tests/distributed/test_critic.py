@@ -32,6 +32,17 @@ OF_LAYOUTS = [
     ("TP2xPP2", 4, "two lambdas, discounted, clipped"),
 ]
 
+OF_HEADS = [
+    *(("DP2", 2, form) for form in FORMS),
+    ("TP2", 4, "one lambda"),
+    ("TP2+SP", 4, "two lambdas, discounted, clipped"),
+    ("PP2", 4, "lambda by length"),
+    ("PP2xVPP2", 4, "two lambdas, discounted, clipped"),
+    ("CP2", 4, "one lambda"),
+    ("TP2xPP2", 4, "two lambdas, discounted, clipped"),
+    ("CP2xPP2", 4, "lambda by length"),
+]
+
 
 def draw_critic(folder: Path, name: str = "llama_biased", **changes: int) -> Path:
     """Draw a critic of another family, width and depth."""
@@ -62,9 +73,12 @@ def rules_of(judging: Judging, rules: Rules = TRUNCATED) -> Rules:
     return dataclasses.replace(rules, advantage="gae", judging=judging)
 
 
-def trials_of(critic: Path) -> list[Trial]:
-    rules = {name: rules_of(Judging(critic, **form)) for name, form in FORMS.items()}
-    return [Trial(layout, size, dataclasses.replace(rules[form], name=form)) for layout, size, form in OF_LAYOUTS]
+def trials_of(critic: Path | None) -> list[Trial]:
+    """Return the trials of a critic, or of a head on the policy."""
+    options = {"coef": 0.7, "learning_rate": 0.25} if critic is None else {}
+    rules = {name: rules_of(Judging(critic, **form, **options)) for name, form in FORMS.items()}
+    layouts = OF_HEADS if critic is None else OF_LAYOUTS
+    return [Trial(layout, size, dataclasses.replace(rules[form], name=form)) for layout, size, form in layouts]
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +96,18 @@ def test_updates_with_a_critic_equal_the_dense_formulas(number, computed, twins,
     trial = trials_of(critic)[number]
     check(trial, computed[trial], twins(trial))
     assert any(name.startswith(CRITIC) for name in computed[trial][0].gradients)
+
+
+@pytest.fixture(scope="module")
+def computed_with_head(problem: Problem) -> dict[Trial, list[Seen]]:
+    return run(problem, trials_of(None))
+
+
+@pytest.mark.parametrize("number", range(len(OF_HEADS)), ids=lambda number: ", ".join(map(str, OF_HEADS[number])))
+def test_updates_with_a_head_on_the_policy_equal_the_dense_formulas(number, computed_with_head, twins) -> None:
+    trial = trials_of(None)[number]
+    check(trial, computed_with_head[trial], twins(trial))
+    assert f"{CRITIC}score.weight" in computed_with_head[trial][0].gradients
 
 
 def test_a_critic_trains_beside_a_teacher_and_as_a_mean_over_responses(problem, critic, folder) -> None:

@@ -40,7 +40,7 @@ def judge(log_probs: RoleLogProbs, sequences: Sequences, config: Any) -> Term:
             "clipped": is_clipped_N,
         }
         sums = {f"critic.{name}": value.sum(dtype=torch.float64) for name, value in measured.items()}
-    return Term(advantages_N=advantages_N, loss_N=error_N / 2, sums=sums)
+    return Term(advantages_N=advantages_N, loss_N=config.critic_loss_coef * error_N / 2, sums=sums)
 
 
 def find_lambda(sequences: Sequences, config: Any, dtype: torch.dtype) -> float | torch.Tensor:

@@ -18,7 +18,7 @@ import torch
 
 from megatron_rl.platforms import Platform
 from megatron_rl.trainer.mcore.session import Session
-from megatron_rl.trainer.mcore.step.policy import Policy
+from megatron_rl.trainer.mcore.step.policy import Trained
 
 _log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 class DeviceTurns:
     """The tensors of this rank that leave its device. Every rank calls each method."""
 
-    def __init__(self, session: Session, trained: Sequence[Policy], frozen: Iterable[torch.nn.Module]) -> None:
+    def __init__(self, session: Session, trained: Sequence[Trained], frozen: Iterable[torch.nn.Module]) -> None:
         """Move what is `trained`, with gradients and optimizers, and `frozen` chunks."""
         self._session = session
         self._platform: Platform = session.platform
@@ -84,8 +84,8 @@ class DeviceTurns:
         self._away = []
 
     def _list_gradients(self) -> Iterator[torch.Tensor]:
-        for policy in self._trained:
-            for chunk in policy.wrapped:
+        for one in self._trained:
+            for chunk in one.wrapped:
                 for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
                     yield buffer.grad_data
 
@@ -96,10 +96,10 @@ class DeviceTurns:
 
     def _list_kept(self) -> Iterator[torch.Tensor]:
         """List all tensors but gradients; some have a storage in common."""
-        for policy in self._trained:
-            for chunk in policy.wrapped:
+        for one in self._trained:
+            for chunk in one.wrapped:
                 yield from _list_of_module(chunk)
-            yield from _list_of_optimizer(policy.optimizer)
+            yield from _list_of_optimizer(one.optimizer)
         for chunk in self._frozen:
             yield from _list_of_module(chunk)
 

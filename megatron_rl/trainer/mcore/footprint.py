@@ -23,6 +23,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megatron_rl.algorithm.declaration import HEAD
 from megatron_rl.config.settings import Settings
 from megatron_rl.shared.device_memory import (
     CHUNK_ROWS,
@@ -43,6 +44,7 @@ from megatron_rl.trainer.mcore.model.attention import SharedPromptAttention
 from megatron_rl.trainer.mcore.model.gated_delta_net import GatedDeltaRule
 from megatron_rl.trainer.mcore.model.gpt import PackedGPTModel, build_chunks
 from megatron_rl.trainer.mcore.model.lora import attach_adapters
+from megatron_rl.trainer.mcore.model.policy_head import PolicyHead
 from megatron_rl.trainer.mcore.session import find_coordinates, make_groups
 from megatron_rl.types import ParallelSizes
 
@@ -95,13 +97,19 @@ def _count_stage(settings: Settings, work: Workload, pack: Pack, stage: int) -> 
             attach_adapters(settings, chunks, find_coordinates())
         parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
         own = _Bytes.of(settings, parameters)
-        kept = [_count_kept(chunk, pack) for chunk in chunks]
+        has_head = settings.critic is not None and settings.algorithm.critic == HEAD
+        head = [PolicyHead(settings.transformer)] if has_head else []
+        kept = [_count_kept(chunk, pack, head) for chunk in chunks]
         # Read before a layer is counted, for which the chunk loses its output layer.
         is_last = chunks[-1].post_process
         together = _count_recomputed_together(settings, len(chunks[-1].decoder.layers))
         of_layer = together * _count_kept_of_a_layer(chunks[-1], pack)
         of_teachers = [_count_frozen(teacher) for teacher in settings.frozen.values()]
-        of_critic = None if settings.critic is None else _count_trained(settings.critic, pack)
+        of_critic = None
+        if settings.critic is not None and head:
+            of_critic = _Bytes.of(settings.critic, [*head[0].parameters()]), [0] * len(chunks)
+        elif settings.critic is not None:
+            of_critic = _count_trained(settings.critic, pack)
     look_up, is_offloaded = make_look_up(settings), settings.loop.frozen_offload
     num_frozen = count_frozen(look_up, work.num_updates)
     # The reference of adapters is their base, and the old policy has a copy of them alone.
@@ -238,7 +246,7 @@ def _count_in_flight(settings: Settings, work: Workload, stage: int) -> int:
     return count_chunks_in_flight(split, stage, work.num_micro_batches)
 
 
-def _count_kept(chunk: PackedGPTModel, pack: Pack) -> int:
+def _count_kept(chunk: PackedGPTModel, pack: Pack, heads: Sequence[torch.nn.Module] = ()) -> int:
     """Count the bytes that autograd keeps for a micro-batch, without weights."""
     _stand_in(chunk)
     own = {parameter.untyped_storage()._cdata for parameter in chunk.parameters()}
@@ -254,7 +262,7 @@ def _count_kept(chunk: PackedGPTModel, pack: Pack) -> int:
     if not chunk.pre_process:
         chunk.set_input_tensor(_make_input(chunk, pack))
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        chunk(pack)
+        chunk(pack, heads=heads)
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 

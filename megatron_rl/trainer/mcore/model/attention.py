@@ -35,6 +35,8 @@ class PackParams(PackedSeqParams):
     teachers: Sequence[tuple[TargetRows, Divergence]] = ()
     gives_rows: bool = False
     """True if the model returns the rows that predict targets, and no log-probs."""
+    heads: Sequence[torch.nn.Module] = ()
+    """Layers that compute a value of each target from the rows that predict targets."""
 
 
 class SharedPromptAttention(MegatronModule):

@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from megatron.core.transformer.module import MegatronModule
 
 from megatron_rl.platforms import Platform
-from megatron_rl.trainer.mcore.model.gpt import PackedGPTModel, unwrap, wrap_in_precision
+from megatron_rl.trainer.mcore.model.gpt import PackedGPTModel, unwrap_module, wrap_in_precision
 
 
-def freeze(chunks: Sequence[PackedGPTModel], host: Platform | None = None) -> list[torch.nn.Module]:
+def freeze(chunks: Sequence[MegatronModule], host: Platform | None = None) -> list[torch.nn.Module]:
     """Put the chunks into evaluation mode, without gradients and so without gradient buffers.
 
     With `host`, their parameters lie in the host's memory between passes.
@@ -35,7 +36,7 @@ def freeze(chunks: Sequence[PackedGPTModel], host: Platform | None = None) -> li
 def copy_weights(source: Sequence[torch.nn.Module], target: Sequence[torch.nn.Module]) -> None:
     """Copy a model's parameters into another model of the same layout, one at a time."""
     for from_chunk, to_chunk in zip(source, target, strict=True):
-        pairs = zip(unwrap(from_chunk).named_parameters(), unwrap(to_chunk).named_parameters(), strict=True)
+        pairs = zip(*(unwrap_module(one).named_parameters() for one in (from_chunk, to_chunk)), strict=True)
         for (name, value), (same_name, place) in pairs:
             assert name == same_name
             place.copy_(value)

@@ -17,7 +17,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _yarn_get_concentration_factor_from_config
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.module import Float16Module, MegatronModule
 
 from megatron_rl.config.settings import Settings
 from megatron_rl.ops.log_probs import TargetRows, VocabularyShard, output_log_probs
@@ -81,13 +81,14 @@ class PackedGPTModel(GPTModel):
         routing: Routing | None = None,
         teachers: Sequence[tuple[TargetRows, Divergence]] = (),
         gives_rows: bool = False,
+        heads: Sequence[torch.nn.Module] = (),
     ) -> torch.Tensor | TargetRows:
         """Compute log-probs [N] of logits / temperature, or the hidden states for the next stage.
 
-        With `with_entropies` or `teachers`, return a column for each log-prob, the entropy of its distribution, and its
-        divergence from each teacher's distribution, [N, ...]. With `gives_rows`, the last stage returns the rows that
-        such a distribution is made of. `routing` has the experts of this rank's rows; without it, they are those of the
-        pack, if it has any.
+        With `with_entropies`, `teachers` or `heads`, return a column for each log-prob, the entropy of its
+        distribution, its divergence from each teacher's distribution, and the value of each head, [N, ...]. With
+        `gives_rows`, the last stage returns the rows that such a distribution is made of. `routing` has the experts of
+        this rank's rows; without it, they are those of the pack, if it has any.
         """
         rows = context.own_rows(pack.num_tokens, self.pg_collection.cp)
         has_kernel = self.qkv_backend != "torch" and self._local_frequencies_F is None
@@ -106,6 +107,7 @@ class PackedGPTModel(GPTModel):
             routing=routing,
             teachers=teachers,
             gives_rows=gives_rows,
+            heads=heads,
         )
         with counting(self, pack, rows):
             return super().forward(
@@ -200,11 +202,17 @@ class PackedGPTModel(GPTModel):
             "adds_to_main_grad": self.config.gradient_accumulation_fusion,
         }
         if not params.teachers:
-            return output_log_probs(hidden_ME, weight_VE, tokens_M, shard, params.temperature, **options)
-        rows = TargetRows(hidden_ME, weight_VE)
-        return importlib.import_module(_DIVERGENCE).output_divergences(
-            rows, tokens_M, params.teachers, shard, params.temperature, **options
-        )
+            read = output_log_probs(hidden_ME, weight_VE, tokens_M, shard, params.temperature, **options)
+        else:
+            rows = TargetRows(hidden_ME, weight_VE)
+            read = importlib.import_module(_DIVERGENCE).output_divergences(
+                rows, tokens_M, params.teachers, shard, params.temperature, **options
+            )
+        if not params.heads:
+            return read
+        # The backward pass sums the gradients of rows over tensor-parallel ranks, and a head is whole on each.
+        rows_ME = hidden_ME if group.rank() == 0 else hidden_ME.detach()
+        return torch.column_stack([read, *(head(rows_ME) for head in params.heads)])
 
     def output_weight(self) -> torch.Tensor:
         """Return this rank's rows of the output layer's weight, which may be tied to the embedding."""
@@ -281,7 +289,7 @@ class ValueHead(torch.nn.Module):
         raise NotImplementedError("the model multiplies by the weight itself")
 
 
-def wrap(chunks: list[PackedGPTModel], ddp_config: DistributedDataParallelConfig) -> list[DistributedDataParallel]:
+def wrap(chunks: Sequence[MegatronModule], ddp_config: DistributedDataParallelConfig) -> list[DistributedDataParallel]:
     """Wrap each chunk in mixed precision, then in gradient buffers and their reduction."""
     config = chunks[0].config
     # A copy, because Megatron writes the size of buckets into it.
@@ -293,7 +301,7 @@ def wrap(chunks: list[PackedGPTModel], ddp_config: DistributedDataParallelConfig
     ]
 
 
-def wrap_in_precision(chunks: Sequence[PackedGPTModel]) -> list[torch.nn.Module]:
+def wrap_in_precision(chunks: Sequence[MegatronModule]) -> list[torch.nn.Module]:
     """Wrap each chunk in mixed precision, if the model is in half precision."""
     config = chunks[0].config
     return [Float16Module(config, chunk) if config.bf16 or config.fp16 else chunk for chunk in chunks]
@@ -309,11 +317,17 @@ def settle_bucket_size(ddp_config: DistributedDataParallelConfig, num_parameters
 
 def unwrap(module: torch.nn.Module) -> PackedGPTModel:
     """Return the model inside the wrappers."""
+    inner = unwrap_module(module)
+    assert isinstance(inner, PackedGPTModel)
+    return inner
+
+
+def unwrap_module(module: torch.nn.Module) -> torch.nn.Module:
+    """Return what is inside the wrappers, a model or a head."""
     inner: Any = module
     while hasattr(inner, "module"):
         inner = inner.module
-    assert isinstance(inner, PackedGPTModel)
-    return inner
+    return inner  # type: ignore[no-any-return]
 
 
 def named_shards(chunks: list[PackedGPTModel]) -> Iterator[tuple[str, torch.nn.Parameter]]:

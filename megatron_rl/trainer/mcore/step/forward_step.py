@@ -25,7 +25,7 @@ from megatron_rl.trainer.data.batch import Batch
 from megatron_rl.trainer.data.device_copier import DeviceCopier
 from megatron_rl.trainer.data.packing import Pack, pack_sequences
 from megatron_rl.trainer.data.slots import IterationSlots
-from megatron_rl.trainer.mcore.model.gpt import PackedGPTModel, unwrap
+from megatron_rl.trainer.mcore.model.gpt import PackedGPTModel, unwrap, unwrap_module
 from megatron_rl.trainer.mcore.model.replay import RoutingRecord
 from megatron_rl.trainer.mcore.session import Session
 from megatron_rl.trainer.mcore.step import auxiliary
@@ -110,6 +110,8 @@ class RoleAssignment:
     """The log-probs of models that ran earlier, by slot."""
     trained: Mapping[str, Model] = dataclasses.field(default_factory=dict)
     """Models that are trained beside the policy, in this order."""
+    heads: Mapping[str, Mapping[str, Model]] = dataclasses.field(default_factory=dict)
+    """Heads by their names, each of one chunk, on the models that are named; those on the policy are trained."""
     record: RoutingRecord | None = None
     """The experts of the old policy, which the policy's routers take: it is one of the frozen models, which is
     recorded, or ran earlier. None if the policy's routers choose."""
@@ -144,7 +146,9 @@ class PolicyStep(ForwardStep):
         if assignment.frozen and parallel_state.get_pipeline_model_parallel_world_size() > 1:
             carrier = Piggyback(get_model_config(policy[0]), sum(self._widths))
         super().__init__(temperature, trace, communicator=carrier)
-        self.others = list(assignment.trained.values())
+        on_policy = assignment.heads.get(POLICY, {})
+        self.others = [*assignment.trained.values(), *on_policy.values()]
+        self._columns = [*on_policy, *assignment.trained]
         self._assignment = assignment
         self._objective = objective
         self._scale = scale
@@ -169,7 +173,8 @@ class PolicyStep(ForwardStep):
         self._begin(POLICY, batch, model)
         record = self._assignment.record
         routing = None if record is None else record.take(batch.index, chunk)
-        outputs = [model(batch.pack, self._temperature, self._with_entropies, routing, teachers)]
+        heads = self._list_heads(POLICY)
+        outputs = [model(batch.pack, self._temperature, self._with_entropies, routing, teachers, heads=heads)]
         for name, part in trained.items():
             self._begin(name, batch, model)
             outputs.append(part(batch.pack))
@@ -197,7 +202,7 @@ class PolicyStep(ForwardStep):
             name: columns.pop(0) if isinstance(output, TargetRows) else output
             for name, output in frozen_outputs.items()
         }
-        of_models |= {name: columns.pop(0) for name in assignment.trained}
+        of_models |= {name: columns.pop(0) for name in self._columns}
         of_models |= {name: of_slots[batch.index] for name, of_slots in assignment.known.items()}
         of_models[POLICY] = policy_N.detach()
         results = {name: of_models[model] for name, model in assignment.results.items() if batch.needs(name)}
@@ -226,13 +231,22 @@ class PolicyStep(ForwardStep):
         if self.communicator is not None and hidden is not None:
             widths = [unwrap(part).architecture.hidden_size for part in parts.values()]
             inputs = [*self.communicator.take(hidden, widths)]
-        outputs = {}
+        outputs: dict[str, torch.Tensor | TargetRows] = {}
         for (name, part), of_stage_before in zip(parts.items(), inputs, strict=True):
             self._begin(name, batch, model)
-            gives_rows = self._divergences[name] is not None
+            gives_rows, heads = self._divergences[name] is not None, self._list_heads(name)
             with _recorded(assignment.record if name == assignment.results[OLD] else None, batch, part):
-                outputs[name] = self._run_frozen(batch.pack, part, of_stage_before, gives_rows)
+                output = self._run_frozen(batch.pack, part, of_stage_before, gives_rows, heads)
+            if heads and chunk.post_process:
+                assert isinstance(output, torch.Tensor), "a model gives values or rows"
+                output, *values = output.unbind(1)
+                outputs |= zip(assignment.heads[name], values, strict=True)
+            outputs[name] = output
         return outputs
+
+    def _list_heads(self, model: str) -> list[torch.nn.Module]:
+        """List the heads on a model, in the order of their columns."""
+        return [unwrap_module(chunk) for (chunk,) in self._assignment.heads.get(model, {}).values()]
 
     def _divide_input(self, chunks: Sequence[PackedGPTModel]) -> None:
         """Give each of the trained models its part of the tensor that came from the stage before."""
@@ -243,7 +257,12 @@ class PolicyStep(ForwardStep):
 
     @torch.no_grad()
     def _run_frozen(
-        self, pack: Pack, chunk: torch.nn.Module, hidden: torch.Tensor | None, gives_rows: bool
+        self,
+        pack: Pack,
+        chunk: torch.nn.Module,
+        hidden: torch.Tensor | None,
+        gives_rows: bool,
+        heads: Sequence[torch.nn.Module],
     ) -> torch.Tensor | TargetRows:
         inner = unwrap(chunk)
         # A model that shares the policy's parameters has the policy's input. Any other one has none: it would be kept
@@ -252,7 +271,7 @@ class PolicyStep(ForwardStep):
         inner.set_input_tensor([hidden])
         # Mixed precision's wrapper would widen the rows.
         called = inner if gives_rows else chunk
-        output: torch.Tensor | TargetRows = called(pack, self._temperature, gives_rows=gives_rows)
+        output: torch.Tensor | TargetRows = called(pack, self._temperature, gives_rows=gives_rows, heads=heads)
         inner.set_input_tensor([before])
         return output
 

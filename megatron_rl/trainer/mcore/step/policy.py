@@ -8,16 +8,19 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.transformer.module import MegatronModule
 
-from megatron_rl.algorithm.declaration import find_role
+from megatron_rl.algorithm.declaration import HEAD, find_role
 from megatron_rl.algorithm.plug_ins import find_roles
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import InputError
+from megatron_rl.platforms import select
 from megatron_rl.shared.weights.files import Checkpoint
 from megatron_rl.shared.weights.mapping import BIAS, SCORE
 from megatron_rl.trainer.mcore.model.frozen import copy_weights, freeze
 from megatron_rl.trainer.mcore.model.gpt import BuildModel, PackedGPTModel, build_model, unwrap, wrap
 from megatron_rl.trainer.mcore.model.lora import Adapters, Role, attach_adapters
+from megatron_rl.trainer.mcore.model.policy_head import PolicyHead
 from megatron_rl.trainer.mcore.model.replay import replay_routing
 from megatron_rl.trainer.mcore.model.weights import ModelWeights
 from megatron_rl.trainer.mcore.session import Session
@@ -35,19 +38,15 @@ BASE = "megatron_rl_base"
 
 
 @dataclasses.dataclass(frozen=True)
-class Policy:
-    """This rank's part of the policy, or of a critic, which is trained likewise."""
+class Trained:
+    """This rank's part of what is trained: the policy, or a critic."""
 
-    chunks: list[PackedGPTModel]
+    chunks: Sequence[MegatronModule]
     wrapped: list[DistributedDataParallel]
     optimizer: Any
     scheduler: Any
-    weights: ModelWeights
-    """The weights as they are exported, with adapters merged into them."""
-    base: "Base | None" = None
-    """The frozen model that adapters are trained on; None if all weights are trained."""
-    start: str = ""
-    """The fingerprint of a critic's first weights."""
+    start: str = dataclasses.field(default="", kw_only=True)
+    """The fingerprint of a critic's first weights, or the name of their kind."""
 
     def update(self, scale: float) -> UpdateResult:
         """Multiply the accumulated gradients by `scale`, step, and clear them."""
@@ -64,6 +63,17 @@ class Policy:
         force_param_sync(self.wrapped)
 
 
+@dataclasses.dataclass(frozen=True)
+class Policy(Trained):
+    """This rank's part of a model that is trained."""
+
+    chunks: list[PackedGPTModel]
+    weights: ModelWeights
+    """The weights as they are exported, with adapters merged into them."""
+    base: "Base | None" = None
+    """The frozen model that adapters are trained on; None if all weights are trained."""
+
+
 def build_policy(settings: Settings, session: Session, num_updates: int, build: BuildModel = build_model) -> Policy:
     """Build the policy with the weights of --hf-model and a fresh optimizer."""
     chunks = build(settings)
@@ -75,9 +85,16 @@ def build_policy(settings: Settings, session: Session, num_updates: int, build: 
         weights = weights.merged_with(base.adapters)
     if settings.rollout.replay_routing or settings.algorithm.replay_routing:
         replay_routing(chunks)
+    return Policy(chunks, *_prepare_training(settings, chunks, num_updates), weights, base)
+
+
+def _prepare_training(
+    settings: Settings, chunks: Sequence[MegatronModule], num_updates: int
+) -> tuple[list[DistributedDataParallel], Any, Any]:
+    """Return the chunks with gradient buffers, an optimizer for them, and its scheduler."""
     wrapped = wrap(chunks, settings.ddp)
     optimizer = build_optimizer(settings, wrapped)
-    return Policy(chunks, wrapped, optimizer, build_scheduler(settings, optimizer, num_updates), weights, base)
+    return wrapped, optimizer, build_scheduler(settings, optimizer, num_updates)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,17 +122,26 @@ class Base:
         )
 
 
-def build_critic(settings: Settings, session: Session, num_updates: int) -> Policy:
-    """Build the critic with the weights of its folder and a fresh optimizer; the settings are its own."""
+def build_critic(settings: Settings, session: Session, num_updates: int) -> Trained:
+    """Build the critic with its first weights and a fresh optimizer; the settings are its own."""
+    if settings.algorithm.critic == HEAD:
+        head = build_critic_chunks(settings)
+        return Trained(head, *_prepare_training(settings, head, num_updates), start=HEAD)
     chunks, folder = build_model(settings), settings.model.hf_model
     assert folder is not None
     weights = ModelWeights(chunks, session)
     weights.load_hf(folder)
     session.run_or_raise_everywhere(lambda: _load_values(chunks[-1], folder))
-    wrapped = wrap(chunks, settings.ddp)
-    optimizer = build_optimizer(settings, wrapped)
-    scheduler = build_scheduler(settings, optimizer, num_updates)
-    return Policy(chunks, wrapped, optimizer, scheduler, weights, start=weights.fingerprint())
+    trained = _prepare_training(settings, chunks, num_updates)
+    return Policy(chunks, *trained, weights, start=weights.fingerprint())
+
+
+def build_critic_chunks(settings: Settings) -> Sequence[MegatronModule]:
+    """Build the chunks of a critic, a model or a head on the policy; a model's weights are not filled yet."""
+    if settings.algorithm.critic != HEAD:
+        return build_model(settings)
+    with select(settings.platform).device():
+        return [PolicyHead(settings.transformer)]
 
 
 def _load_values(chunk: PackedGPTModel, folder: Path) -> None:

@@ -10,17 +10,18 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from megatron_rl.algorithm.declaration import CRITIC, OLD, OLD_CRITIC, POLICY, find_role
+from megatron_rl.algorithm.declaration import CRITIC, HEAD, OLD, OLD_CRITIC, POLICY, find_role
 from megatron_rl.config.settings import Settings
 from megatron_rl.trainer.data.slots import IterationSlots, UpdateSlots
 from megatron_rl.trainer.mcore.model.frozen import copy_weights, freeze
-from megatron_rl.trainer.mcore.model.gpt import build_model
+from megatron_rl.trainer.mcore.model.gpt import build_model, unwrap_module
 from megatron_rl.trainer.mcore.model.lora import Role
+from megatron_rl.trainer.mcore.model.policy_head import PolicyHead
 from megatron_rl.trainer.mcore.model.replay import RoutingRecord, replay_routing
 from megatron_rl.trainer.mcore.session import Session
 from megatron_rl.trainer.mcore.step.forward_step import Model, RoleAssignment, compute_log_probs
 from megatron_rl.trainer.mcore.step.optimizer import force_param_sync
-from megatron_rl.trainer.mcore.step.policy import FrozenModel, Policy
+from megatron_rl.trainer.mcore.step.policy import FrozenModel, Policy, Trained, build_critic_chunks
 
 if TYPE_CHECKING:
     from megatron_rl.trainer.mcore.step.trace import StepTrace
@@ -67,7 +68,8 @@ class TriModel:
         """Have `keep` copy the policy's weights into `old` when needed; an iteration with one update needs no `old`.
 
         With `replays_routing`, the policy's routers take the experts that the old policy's choose. A `critic` is
-        trained too, and an iteration with several updates also needs an `old_critic`.
+        trained too, and an iteration with several updates also needs an `old_critic`. If these are heads,
+        the old one reads the hidden states of the model that is the old policy.
         """
         self._policy = policy
         self._replays_routing = replays_routing
@@ -75,6 +77,7 @@ class TriModel:
         self._old = old
         self._keep = keep
         self._trained = {} if critic is None else {CRITIC: critic}
+        self._is_head = critic is not None and isinstance(unwrap_module(critic[0]), PolicyHead)
         self._old_critic = old_critic
         self.temperature = temperature
 
@@ -87,19 +90,22 @@ class TriModel:
         if update == 0:
             results = {name: POLICY if name in equal else name for name in others}
             frozen = {name: model for name, model in others.items() if name not in equal}
-            return self._add_critic(RoleAssignment({OLD: POLICY, **results}, frozen))
+            return self._add_critic(RoleAssignment({OLD: POLICY, **results}, frozen), {})
         start = self._find_start(equal)
         results = {name: start if name in equal else name for name in others}
         frozen = {OLD: self._get_old()} if start == OLD else {}
         frozen |= {name: model for name, model in others.items() if results[name] == name}
-        if self._old_critic is not None:
-            frozen[OLD_CRITIC], results[OLD_CRITIC] = self._old_critic, OLD_CRITIC
+        old_critic = {} if self._old_critic is None else {OLD_CRITIC: self._old_critic}
         record = RoutingRecord() if self._replays_routing else None
-        return self._add_critic(RoleAssignment({OLD: start, **results}, frozen, record=record))
+        return self._add_critic(RoleAssignment({OLD: start, **results}, frozen, record=record), old_critic)
 
-    def _add_critic(self, assignment: RoleAssignment) -> RoleAssignment:
-        results = {**assignment.results, **{name: name for name in self._trained}}
-        return dataclasses.replace(assignment, results=results, trained=self._trained)
+    def _add_critic(self, assignment: RoleAssignment, old: Mapping[str, Model]) -> RoleAssignment:
+        results = {**assignment.results, **{name: name for name in (*old, *self._trained)}}
+        if self._is_head:
+            heads = {assignment.results[OLD]: old} | {POLICY: self._trained}
+            return dataclasses.replace(assignment, results=results, heads=heads)
+        frozen = {**assignment.frozen, **old}
+        return dataclasses.replace(assignment, results=results, frozen=frozen, trained=self._trained)
 
     def keep_old(self, slots: IterationSlots, equal: Collection[str]) -> None:
         # The pass before has gathered the parameters that are gathered late.
@@ -180,7 +186,7 @@ def build_roles(
     others: Mapping[str, FrozenModel],
     num_updates: int,
     trace: "StepTrace | None" = None,
-    critic: Policy | None = None,
+    critic: Trained | None = None,
 ) -> Roles:
     """Build the roles that --tri-model names. An iteration with one update keeps no old policy."""
     models = {name: other.chunks for name, other in others.items()}
@@ -191,7 +197,8 @@ def build_roles(
     host = session.platform if settings.loop.frozen_offload else None
     trained, old_critic = None if critic is None else critic.wrapped, None
     if settings.critic is not None and num_updates > 1:
-        old_critic = freeze(build_model(settings.critic), host)
+        # A head is too small to be worth its way to the device.
+        old_critic = freeze(build_critic_chunks(settings.critic), host if settings.algorithm.critic != HEAD else None)
     if policy.base is not None:
         adapters = policy.base.adapters
         inner = [chunk.module for chunk in policy.wrapped]
