@@ -238,6 +238,21 @@ def test_periodic_and_sync_end_in_the_same_weights_with_a_critic_of_another_shap
 
 
 @pytest.mark.slow
+def test_periodic_and_sync_end_in_the_same_weights_with_a_critic_that_is_a_head(world):
+    """Take two updates an iteration, so that the old critic is another one; and let the head learn alone first."""
+    sizes = {"grpo_prompts_per_step": 8, "global_batch_size": 16, "pipeline_model_parallel_size": 2}
+    changes = {"algorithm": "ppo", "critic": "head", "critic_lr": 1e-2, "critic_warmup_iters": 1, **sizes}
+    compare_schedules(world, "headed", 2, [92], **changes)
+    lines = read_metrics(world.folder / "headed-92" / "run")[:ITERATIONS]
+    assert [line["gradient_norm"] > 0 for line in lines] == [False, *[True] * (ITERATIONS - 1)]
+    assert all(line["critic"]["gradient_norm"] > 0 for line in lines)
+    assert lines[0]["critic"]["learning_rate"] == 1e-2
+    # The policy did not move in the first iteration.
+    assert len({line["fingerprint"] for line in lines}) == ITERATIONS - 1
+    assert verify(world.folder / "headed-92" / "run").breaches == []
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_periodic_and_sync_end_in_the_same_weights_for_twenty_arrivals(world):
     compare_schedules(world, "one", 1, list(range(1, 15)))

@@ -336,6 +336,33 @@ def test_a_run_with_a_critic_that_was_killed_resumes_in_the_same_and_in_another_
     assert {"critic.output_layer.weight", "optimizer.state.exp_avg.critic.output_layer.weight"} <= saved
 
 
+@pytest.mark.each_change
+@pytest.mark.timeout(600)
+def test_a_run_with_a_head_that_was_killed_resumes_in_the_same_and_in_another_layout(world):
+    changes = {"algorithm": "vapo", "critic": "head", "critic_lr": 1e-2, "use_distributed_optimizer": True}
+    pipeline = {**changes, "pipeline_model_parallel_size": 2}
+    whole = uninterrupted(world, "headed-whole", 2, **pipeline)
+    folder = killed(world, "headed", 2, {0: fault("optimizer", "rank", call=3)}, **pipeline)
+    other = world.folder / "headed-other"
+    shutil.copytree(folder, other)
+    resumed(world, folder, 2, **pipeline)
+    assert_same(folder, whole)
+    resumed(world, other, 2, tensor_model_parallel_size=2, sequence_parallel=True, **changes)
+    # Other bits make other samples, an iteration later.
+    lines = [read_metrics(run / "run")[1] for run in (other, whole)]
+    pairs = [[line[name] for line in lines] for name in ("loss", "gradient_norm")]
+    pairs += [[line["critic"][name] for line in lines] for name in ("loss", "value", "gradient_norm")]
+    for ours, theirs in pairs:
+        assert abs(ours - theirs) < 1e-5 * abs(theirs), pairs
+    saved = tensors_of(whole / "save" / "iter_0000001")
+    assert {"critic.head.weight", "optimizer.state.exp_avg.critic.head.weight"} <= saved
+    # A head is no part of a critic that is a model of its own.
+    last = {"train_iters": ITERATIONS + 1, "use_checkpoint_opt_param_scheduler": True}
+    with loop.running(whole, 2, words(world, whole, **{**pipeline, **last, "critic": "policy"})) as ranks:
+        assert all(ranks.wait(120))
+    assert "does not hold critic.embedding.word_embeddings.weight, which the model has" in ranks.text()
+
+
 def tensors_of(checkpoint: Path) -> set[str]:
     return set(FileSystemReader(checkpoint).read_metadata().state_dict_metadata)
 

@@ -128,6 +128,31 @@ def test_a_critic_has_its_own_layers_rate_and_optimizer(words) -> None:
     assert same.architecture == dataclasses.replace(QWEN3, tied_embeddings=True, is_critic=True)
 
 
+def test_a_head_on_the_policy_has_the_policys_architecture_and_its_own_rate_and_optimizer(words) -> None:
+    flags = "--critic head --lr 1e-5 --critic-lr 1e-4 --use-distributed-optimizer --overlap-grad-reduce --lora-rank 4"
+    settings = parse(*words[:2], "--algorithm ppo --pipeline-model-parallel-size 2", flags, world_size=2)
+    head = settings.critic
+    assert head is not None
+    assert head.architecture == settings.architecture == QWEN3
+    assert (head.optimizer.lr, settings.optimizer.lr) == (1e-4, 1e-5)
+    assert (head.ddp.overlap_grad_reduce, settings.ddp.overlap_grad_reduce) == (False, True)
+    assert (head.lora.rank, settings.lora.rank) == (0, 4)
+
+
+def test_the_loss_of_a_head_is_weighed(words) -> None:
+    sequences, values_N, rewards_N = draw_sequences()
+    log_probs = RoleLogProbs(values_N, values_N, {CRITIC: values_N + 0.1, OLD_CRITIC: values_N}, rewards_N=rewards_N)
+    settings = parse(*words[:2], "--algorithm ppo --critic head --critic-loss-coef 0.5")
+    plain, half = (
+        judge(log_probs, sequences, dataclasses.replace(settings.algorithm, critic_loss_coef=coef))
+        for coef in (1.0, settings.algorithm.critic_loss_coef)
+    )
+    assert plain.loss_N is not None
+    assert half.loss_N is not None
+    assert torch.equal(half.loss_N, plain.loss_N / 2)
+    assert float(half.sums["critic.loss"]) == float(plain.sums["critic.loss"])
+
+
 def test_a_critic_beside_adapters_is_counted_whole(words) -> None:
     of_settings = make_look_up(parse(*words, "--algorithm ppo --lora-rank 4 --bf16"))
 
@@ -151,6 +176,12 @@ def test_a_critic_beside_adapters_is_counted_whole(words) -> None:
         ("--algorithm ppo --critic-warmup-iters 4 --train-iters 4", "leaves none of --train-iters 4 to the policy"),
         ("--algorithm ppo --lr 1e-4 --lr-warmup-init 5e-5 --critic-lr 1e-5", "is above the critic's rate, 1e-05"),
         ("--algorithm ppo --critic-warmup-iters -1", "--critic-warmup-iters -1 must be at least 0"),
+        ("--algorithm ppo --critic-loss-coef 0.5", "--critic-loss-coef 0.5 needs --critic head: add it, or drop"),
+        ("--algorithm ppo --critic head --critic-loss-coef 0", "--critic-loss-coef 0 must be above 0"),
+        ("--critic head", "--critic and --grpo-advantage grpo do not go together: write --grpo-advantage gae"),
+        ("--algorithm ppo --critic head --tri-model separate", "--critic and --tri-model separate cannot be given"),
+        ("--algorithm ppo --critic head --fp16", "--critic and --fp16 cannot be given together: write --bf16"),
+        ("--algorithm ppo --critic head --lr 1e-4 --lr-warmup-init 5e-5 --critic-lr 1e-5", "is above the critic's rate"),
     ],
 )
 def test_flags_that_do_not_fit_a_critic_are_named(flags, said, words) -> None:

@@ -141,7 +141,8 @@ def test_the_loss_of_pairs_is_that_of_nemo_rl(nemo: SimpleNamespace) -> None:
 ])  # fmt: skip
 def test_advantages_and_the_loss_of_the_critic_are_those_of_nemo_rl(options: dict, nemo: SimpleNamespace) -> None:
     count = sum(LENGTHS)
-    config = SimpleNamespace(**{"critic_lambda": None, "gae_length_alpha": None, "critic_clip": None} | options)
+    defaults = {"critic_lambda": None, "gae_length_alpha": None, "critic_clip": None, "critic_loss_coef": 1.0}
+    config = SimpleNamespace(**defaults | options)
     value_N, old_N, rewards = draw(count, 5).requires_grad_(), draw(count, 6), draw(len(LENGTHS), 7)
     lengths_S = torch.tensor(LENGTHS)
     rewards_N = torch.zeros(count, dtype=torch.float64)

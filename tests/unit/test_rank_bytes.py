@@ -40,6 +40,7 @@ LAYOUTS = (
     f"{HALF} --global-batch-size 64 --rollout-transport nccl",
     f"{HALF} {PP} 2 --grpo-advantage gae --critic policy",
     f"{HALF} {TP} --global-batch-size 64 --grpo-advantage gae --critic policy",
+    f"{HALF} {PP} 2 --global-batch-size 64 --grpo-advantage gae --critic head",
 )
 OF_EXPERTS = (
     f"{HALF} --expert-model-parallel-size 4",
