@@ -34,7 +34,7 @@ from megatron_rl.trainer.mcore.session import Session, start_session
 from megatron_rl.trainer.mcore.step.forward_step import is_reporter
 from megatron_rl.trainer.mcore.step.policy import (
     Policy,
-    Trained,
+    Trainable,
     build_critic,
     build_frozen,
     build_policy,
@@ -80,13 +80,13 @@ class Run:
     sizes: Sizes
     policy: Policy
     roles: Roles
-    critic: Trained | None = None
+    critic: Trainable | None = None
 
     @property
     def model(self) -> Model:
         return self.find_model(self.policy)
 
-    def find_model(self, trained: Trained) -> Model:
+    def find_model(self, trained: Trainable) -> Model:
         if not isinstance(trained, Policy):
             return Head(
                 self.session, self.policy.weights.architecture, trained.chunks, self.policy.weights, trained.wrapped
@@ -146,7 +146,7 @@ class Witness:
         objective: Objective,
         policy: Policy,
         model: Model,
-        critic: Trained | None = None,
+        critic: Trainable | None = None,
         of_critic: Model | None = None,
     ):
         self.gradients: list[Tensors] = []

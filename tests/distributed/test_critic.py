@@ -114,6 +114,8 @@ def test_a_critic_trains_beside_a_teacher_and_as_a_mean_over_responses(problem, 
     teacher = hf_models.draw("qwen3", folder / "teacher", seed=3, hidden_size=48)
     rules = dataclasses.replace(rules_of(Judging(critic), SEQUENCE), teaching=Teaching(teacher, "reverse", top_k=5))
     trials = [Trial("PP2", 4, rules), Trial("PP2xVPP2", 4, rules), Trial("TP2xPP2", 4, rules)]
-    seen, expected = run(problem, trials), Twins(problem, trials[0])
+    of_head = Trial("PP2", 4, dataclasses.replace(rules, judging=Judging(None), entropy=0.1))
+    seen, expected = run(problem, [*trials, of_head]), Twins(problem, trials[0])
     for trial in trials:
         check(trial, seen[trial], expected)
+    check(of_head, seen[of_head], Twins(problem, of_head, expected))

@@ -14,6 +14,7 @@ from megatron_rl import cli
 from megatron_rl.observe.metrics import read_metrics, without_times
 from megatron_rl.shared.records.append_file import read_lines
 from megatron_rl.shared.records.audit_check import verify
+from megatron_rl.shared.weights.files import Checkpoint
 from tests.e2e import loop
 
 ITERATIONS = 4
@@ -338,16 +339,17 @@ def test_a_run_with_a_critic_that_was_killed_resumes_in_the_same_and_in_another_
 
 @pytest.mark.each_change
 @pytest.mark.timeout(600)
-def test_a_run_with_a_head_that_was_killed_resumes_in_the_same_and_in_another_layout(world):
+@pytest.mark.parametrize("rank", [None, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_run_with_a_head_that_was_killed_resumes_in_the_same_and_in_another_layout(world, rank):
     changes = {"algorithm": "vapo", "critic": "head", "critic_lr": 1e-2, "use_distributed_optimizer": True}
-    pipeline = {**changes, "pipeline_model_parallel_size": 2}
-    whole = uninterrupted(world, "headed-whole", 2, **pipeline)
-    folder = killed(world, "headed", 2, {0: fault("optimizer", "rank", call=3)}, **pipeline)
-    other = world.folder / "headed-other"
+    pipeline = {**changes, "lora_rank": rank, "pipeline_model_parallel_size": 2}
+    whole = uninterrupted(world, f"headed-whole-{rank}", 2, **pipeline)
+    folder = killed(world, f"headed-{rank}", 2, {0: fault("optimizer", "rank", call=3)}, **pipeline)
+    other = world.folder / f"headed-other-{rank}"
     shutil.copytree(folder, other)
     resumed(world, folder, 2, **pipeline)
     assert_same(folder, whole)
-    resumed(world, other, 2, tensor_model_parallel_size=2, sequence_parallel=True, **changes)
+    resumed(world, other, 2, tensor_model_parallel_size=2, sequence_parallel=True, lora_rank=rank, **changes)
     # Other bits make other samples, an iteration later.
     lines = [read_metrics(run / "run")[1] for run in (other, whole)]
     pairs = [[line[name] for line in lines] for name in ("loss", "gradient_norm")]
@@ -356,7 +358,9 @@ def test_a_run_with_a_head_that_was_killed_resumes_in_the_same_and_in_another_la
         assert abs(ours - theirs) < 1e-5 * abs(theirs), pairs
     saved = tensors_of(whole / "save" / "iter_0000001")
     assert {"critic.head.weight", "optimizer.state.exp_avg.critic.head.weight"} <= saved
-    # A head is no part of a critic that is a model of its own.
+    exported = [Checkpoint(one).names() for one in (world.model, whole / "hf" / "iter_0000001")]
+    assert set(exported[0]) == set(exported[1]), "engines and folders do not get the head"
+    # A critic that is a whole model cannot begin with a head.
     last = {"train_iters": ITERATIONS + 1, "use_checkpoint_opt_param_scheduler": True}
     with loop.running(whole, 2, words(world, whole, **{**pipeline, **last, "critic": "policy"})) as ranks:
         assert all(ranks.wait(120))

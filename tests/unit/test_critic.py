@@ -181,7 +181,10 @@ def test_a_critic_beside_adapters_is_counted_whole(words) -> None:
         ("--critic head", "--critic and --grpo-advantage grpo do not go together: write --grpo-advantage gae"),
         ("--algorithm ppo --critic head --tri-model separate", "--critic and --tri-model separate cannot be given"),
         ("--algorithm ppo --critic head --fp16", "--critic and --fp16 cannot be given together: write --bf16"),
-        ("--algorithm ppo --critic head --lr 1e-4 --lr-warmup-init 5e-5 --critic-lr 1e-5", "is above the critic's rate"),
+        (
+            "--algorithm ppo --critic head --lr 1e-4 --lr-warmup-init 5e-5 --critic-lr 1e-5",
+            "is above the critic's rate",
+        ),
     ],
 )
 def test_flags_that_do_not_fit_a_critic_are_named(flags, said, words) -> None:

@@ -30,7 +30,7 @@ from megatron_rl.trainer.loop.trainer import Stage
 from megatron_rl.trainer.mcore.publish.probe import Probe
 from megatron_rl.trainer.mcore.publish.publisher import Publisher, build_transport
 from megatron_rl.trainer.mcore.session import Session
-from megatron_rl.trainer.mcore.step.policy import FrozenModel, Policy, Trained
+from megatron_rl.trainer.mcore.step.policy import FrozenModel, Policy, Trainable
 from megatron_rl.trainer.mcore.step.roles import Roles, build_roles
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def build_grpo(
     sidecar: OwnSidecar | None,
     policy: Policy,
     others: Mapping[str, FrozenModel],
-    critic: Trained | None,
+    critic: Trainable | None,
     start: StartPoint,
     schedule: Schedule,
 ) -> GrpoStage:
@@ -217,7 +217,7 @@ def _build_publisher(rank: Rank, policy: Policy, client: RolloutClient, turns: "
     )
 
 
-def _build_learner(rank: Rank, policy: Policy, roles: Roles, critic: Trained | None, log: RunLog) -> Learner:
+def _build_learner(rank: Rank, policy: Policy, roles: Roles, critic: Trainable | None, log: RunLog) -> Learner:
     settings, steps = rank.settings, log.trace.steps
     objective = Objective(settings.algorithm, settings.sizes.longest_response)
     observe = settings.observe

@@ -29,7 +29,7 @@ from megatron_rl.trainer.mcore.step.forward_step import (
     measure_unreplayed,
     run_schedule,
 )
-from megatron_rl.trainer.mcore.step.policy import Policy, Trained
+from megatron_rl.trainer.mcore.step.policy import Policy, Trainable
 from megatron_rl.trainer.mcore.step.roles import Roles
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Learner:
         timeline: Timeline | None = None,
         trace: "StepTrace | None" = None,
         num_kept: int = 0,
-        critic: Trained | None = None,
+        critic: Trainable | None = None,
     ):
         """`trace` records when each pass runs. The log-probs of the first `num_kept` slots are kept."""
         self._policy = policy
@@ -159,7 +159,7 @@ def sum_over_replicas(session: Session, share: int) -> float:
 
 
 def make_update(
-    policy: Trained, denominator: float, updating: Callable[[], AbstractContextManager] = nullcontext
+    policy: Trainable, denominator: float, updating: Callable[[], AbstractContextManager] = nullcontext
 ) -> UpdateOutcome:
     """Divide the accumulated gradients by the denominator, and step, within the context `updating`."""
     with updating():

@@ -14,7 +14,7 @@ from megatron_rl.shared.device_memory import PACK_FLAG, RECOMPUTE_NORMS
 from megatron_rl.trainer.mcore.checkpoint.checkpointer import Checkpointer
 from megatron_rl.trainer.mcore.checkpoint.folders import iteration_folder, latest_iteration, withdraw
 from megatron_rl.trainer.mcore.session import Session
-from megatron_rl.trainer.mcore.step.policy import FrozenModel, Policy, Trained
+from megatron_rl.trainer.mcore.step.policy import FrozenModel, Policy, Trainable
 
 if TYPE_CHECKING:
     from megatron_rl.trainer.data.demonstrations import DemonstrationSource
@@ -74,7 +74,7 @@ class Saver:
         prompts: "PromptSource | DemonstrationSource | None",
         others: Mapping[str, FrozenModel],
         saved: Mapping[str, Any] | None = None,
-        critic: Trained | None = None,
+        critic: Trainable | None = None,
     ):
         """`prompts` are the data of the run; only rank 0 has them. `saved` is added to every checkpoint.
 
@@ -209,7 +209,7 @@ class Saver:
 
 
 def name_weights(
-    others: Mapping[str, FrozenModel], critic: Trained | None, served: Mapping[str, str]
+    others: Mapping[str, FrozenModel], critic: Trainable | None, served: Mapping[str, str]
 ) -> dict[str, str]:
     """Return the fingerprints of other models' first weights, under the names that the audit log has for them.
 

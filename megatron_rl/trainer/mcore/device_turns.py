@@ -18,7 +18,7 @@ import torch
 
 from megatron_rl.platforms import Platform
 from megatron_rl.trainer.mcore.session import Session
-from megatron_rl.trainer.mcore.step.policy import Trained
+from megatron_rl.trainer.mcore.step.policy import Trainable
 
 _log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 class DeviceTurns:
     """The tensors of this rank that leave its device. Every rank calls each method."""
 
-    def __init__(self, session: Session, trained: Sequence[Trained], frozen: Iterable[torch.nn.Module]) -> None:
+    def __init__(self, session: Session, trained: Sequence[Trainable], frozen: Iterable[torch.nn.Module]) -> None:
         """Move what is `trained`, with gradients and optimizers, and `frozen` chunks."""
         self._session = session
         self._platform: Platform = session.platform

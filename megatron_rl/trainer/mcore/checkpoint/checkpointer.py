@@ -19,7 +19,7 @@ from megatron_rl.trainer.mcore.checkpoint.serialization import Prepared
 from megatron_rl.trainer.mcore.checkpoint.state_dict import CONTENT
 from megatron_rl.trainer.mcore.session import Session
 from megatron_rl.trainer.mcore.step.optimizer import resolve_schedule
-from megatron_rl.trainer.mcore.step.policy import BASE, FrozenModel, Policy, Trained
+from megatron_rl.trainer.mcore.step.policy import BASE, FrozenModel, Policy, Trainable
 
 EXTRA = "megatron_rl"
 """The key of the trainer's own state in a checkpoint."""
@@ -49,7 +49,7 @@ class Checkpointer:
         policy: Policy,
         reference: FrozenModel | None = None,
         saved: Mapping[str, Any] | None = None,
-        critic: Trained | None = None,
+        critic: Trainable | None = None,
     ):
         """Save a `reference` only after it has moved, and a `critic` always."""
         self._config = settings.checkpoint
@@ -202,7 +202,7 @@ class Checkpointer:
         return state if self._config.no_save_optim else state | self._describe_optimizers(state, self._critic, CONTENT)
 
     def _weights(
-        self, reference: FrozenModel | None, critic: Trained | None, content: Mapping[str, Any]
+        self, reference: FrozenModel | None, critic: Trainable | None, content: Mapping[str, Any]
     ) -> dict[str, Any]:
         state = state_dict.build_model_state(self._policy.chunks, content)
         if reference is not None:
@@ -212,7 +212,7 @@ class Checkpointer:
         return state
 
     def _describe_optimizers(
-        self, state: Mapping[str, Any], critic: Trained | None, content: Mapping[str, Any], is_loading: bool = False
+        self, state: Mapping[str, Any], critic: Trainable | None, content: Mapping[str, Any], is_loading: bool = False
     ) -> dict[str, Any]:
         described = state_dict.build_optimizer_state(self._policy, state, content, is_loading)
         if critic is not None:
@@ -222,7 +222,7 @@ class Checkpointer:
     def _describe_wanted(
         self,
         reference: FrozenModel | None,
-        critic: Trained | None,
+        critic: Trainable | None,
         content: Mapping[str, Any],
         has_optimizer: bool,
         has_rng: bool,

@@ -19,7 +19,7 @@ from megatron_rl.shared.weights.shards import Shard
 from megatron_rl.trainer.mcore.checkpoint.slices import in_slices
 from megatron_rl.trainer.mcore.model.gpt import PackedGPTModel
 from megatron_rl.trainer.mcore.model.lora import Adapter
-from megatron_rl.trainer.mcore.step.policy import Trained
+from megatron_rl.trainer.mcore.step.policy import Trainable
 
 RNG = "rng_state"
 REFERENCE, CRITIC = "reference.", "critic."
@@ -91,7 +91,7 @@ def build_other_state(prefix: str, chunks: Sequence[PackedGPTModel], content: Ma
 
 
 def build_optimizer_state(
-    policy: Trained, state: Mapping[str, Any], content: Mapping[str, Any], is_loading: bool, prefix: str = ""
+    policy: Trainable, state: Mapping[str, Any], content: Mapping[str, Any], is_loading: bool, prefix: str = ""
 ) -> dict[str, Any]:
     """Describe optimizer and schedule. Each rank describes its own slices of the distributed optimizer.
 
@@ -128,7 +128,7 @@ def has_rng_of_layout(found: Mapping[str, Any]) -> bool:
     return ShardedObject(RNG, None, shape, offset).unique_key in found
 
 
-def apply_optimizer(policy: Trained, loaded: dict[str, Any], is_overriding: bool, prefix: str = "") -> None:
+def apply_optimizer(policy: Trainable, loaded: dict[str, Any], is_overriding: bool, prefix: str = "") -> None:
     loaded = {name: loaded[prefix + name] for name in ("optimizer", "opt_param_scheduler")}
     optimizer, scheduler = policy.optimizer, policy.scheduler
     bounds = [{key: group[key] for key in _BOUNDS if key in group} for group in optimizer.param_groups]

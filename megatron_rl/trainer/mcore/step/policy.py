@@ -20,7 +20,6 @@ from megatron_rl.shared.weights.mapping import BIAS, SCORE
 from megatron_rl.trainer.mcore.model.frozen import copy_weights, freeze
 from megatron_rl.trainer.mcore.model.gpt import BuildModel, PackedGPTModel, build_model, unwrap, wrap
 from megatron_rl.trainer.mcore.model.lora import Adapters, Role, attach_adapters
-from megatron_rl.trainer.mcore.model.policy_head import PolicyHead
 from megatron_rl.trainer.mcore.model.replay import replay_routing
 from megatron_rl.trainer.mcore.model.weights import ModelWeights
 from megatron_rl.trainer.mcore.session import Session
@@ -33,12 +32,13 @@ from megatron_rl.trainer.mcore.step.optimizer import (
 )
 
 _ADAPTER_FILES = "megatron_rl.trainer.mcore.model.adapter_files"
+_POLICY_HEAD = "megatron_rl.trainer.mcore.model.policy_head"
 BASE = "megatron_rl_base"
 """The key of the base's fingerprint in a checkpoint of adapters."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Trained:
+class Trainable:
     """This rank's part of what is trained: the policy, or a critic."""
 
     chunks: Sequence[MegatronModule]
@@ -64,7 +64,7 @@ class Trained:
 
 
 @dataclasses.dataclass(frozen=True)
-class Policy(Trained):
+class Policy(Trainable):
     """This rank's part of a model that is trained."""
 
     chunks: list[PackedGPTModel]
@@ -122,11 +122,11 @@ class Base:
         )
 
 
-def build_critic(settings: Settings, session: Session, num_updates: int) -> Trained:
+def build_critic(settings: Settings, session: Session, num_updates: int) -> Trainable:
     """Build the critic with its first weights and a fresh optimizer; the settings are its own."""
     if settings.algorithm.critic == HEAD:
         head = build_critic_chunks(settings)
-        return Trained(head, *_prepare_training(settings, head, num_updates), start=HEAD)
+        return Trainable(head, *_prepare_training(settings, head, num_updates), start=HEAD)
     chunks, folder = build_model(settings), settings.model.hf_model
     assert folder is not None
     weights = ModelWeights(chunks, session)
@@ -141,7 +141,7 @@ def build_critic_chunks(settings: Settings) -> Sequence[MegatronModule]:
     if settings.algorithm.critic != HEAD:
         return build_model(settings)
     with select(settings.platform).device():
-        return [PolicyHead(settings.transformer)]
+        return [importlib.import_module(_POLICY_HEAD).PolicyHead(settings.transformer)]
 
 
 def _load_values(chunk: PackedGPTModel, folder: Path) -> None:

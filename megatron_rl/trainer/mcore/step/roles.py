@@ -6,6 +6,7 @@ is a frozen model with a name (`algorithm.roles`).
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -14,14 +15,13 @@ from megatron_rl.algorithm.declaration import CRITIC, HEAD, OLD, OLD_CRITIC, POL
 from megatron_rl.config.settings import Settings
 from megatron_rl.trainer.data.slots import IterationSlots, UpdateSlots
 from megatron_rl.trainer.mcore.model.frozen import copy_weights, freeze
-from megatron_rl.trainer.mcore.model.gpt import build_model, unwrap_module
+from megatron_rl.trainer.mcore.model.gpt import build_model
 from megatron_rl.trainer.mcore.model.lora import Role
-from megatron_rl.trainer.mcore.model.policy_head import PolicyHead
 from megatron_rl.trainer.mcore.model.replay import RoutingRecord, replay_routing
 from megatron_rl.trainer.mcore.session import Session
 from megatron_rl.trainer.mcore.step.forward_step import Model, RoleAssignment, compute_log_probs
 from megatron_rl.trainer.mcore.step.optimizer import force_param_sync
-from megatron_rl.trainer.mcore.step.policy import FrozenModel, Policy, Trained, build_critic_chunks
+from megatron_rl.trainer.mcore.step.policy import FrozenModel, Policy, Trainable, build_critic_chunks
 
 if TYPE_CHECKING:
     from megatron_rl.trainer.mcore.step.trace import StepTrace
@@ -64,12 +64,13 @@ class TriModel:
         keep: Callable[[Model, Model], None] = copy_weights,
         critic: Model | None = None,
         old_critic: Model | None = None,
+        has_heads: bool = False,
     ):
         """Have `keep` copy the policy's weights into `old` when needed; an iteration with one update needs no `old`.
 
         With `replays_routing`, the policy's routers take the experts that the old policy's choose. A `critic` is
-        trained too, and an iteration with several updates also needs an `old_critic`. If these are heads,
-        the old one reads the hidden states of the model that is the old policy.
+        trained too, and an iteration with several updates also needs an `old_critic`. With `has_heads` these
+        read the hidden states of the policy and of the model that is the old policy.
         """
         self._policy = policy
         self._replays_routing = replays_routing
@@ -77,7 +78,7 @@ class TriModel:
         self._old = old
         self._keep = keep
         self._trained = {} if critic is None else {CRITIC: critic}
-        self._is_head = critic is not None and isinstance(unwrap_module(critic[0]), PolicyHead)
+        self._has_heads = has_heads
         self._old_critic = old_critic
         self.temperature = temperature
 
@@ -101,7 +102,7 @@ class TriModel:
 
     def _add_critic(self, assignment: RoleAssignment, old: Mapping[str, Model]) -> RoleAssignment:
         results = {**assignment.results, **{name: name for name in (*old, *self._trained)}}
-        if self._is_head:
+        if self._has_heads:
             heads = {assignment.results[OLD]: old} | {POLICY: self._trained}
             return dataclasses.replace(assignment, results=results, heads=heads)
         frozen = {**assignment.frozen, **old}
@@ -186,7 +187,7 @@ def build_roles(
     others: Mapping[str, FrozenModel],
     num_updates: int,
     trace: "StepTrace | None" = None,
-    critic: Trained | None = None,
+    critic: Trainable | None = None,
 ) -> Roles:
     """Build the roles that --tri-model names. An iteration with one update keeps no old policy."""
     models = {name: other.chunks for name, other in others.items()}
@@ -195,22 +196,17 @@ def build_roles(
     if settings.loop.tri_model == "separate":
         return SeparateRoles(policy.wrapped, models, temperature, trace, replays_old)
     host = session.platform if settings.loop.frozen_offload else None
+    has_heads = settings.algorithm.critic == HEAD
     trained, old_critic = None if critic is None else critic.wrapped, None
     if settings.critic is not None and num_updates > 1:
         # A head is too small to be worth its way to the device.
-        old_critic = freeze(build_critic_chunks(settings.critic), host if settings.algorithm.critic != HEAD else None)
+        old_critic = freeze(build_critic_chunks(settings.critic), None if has_heads else host)
+    build = partial(TriModel, critic=trained, old_critic=old_critic, has_heads=has_heads)
     if policy.base is not None:
         adapters = policy.base.adapters
         inner = [chunk.module for chunk in policy.wrapped]
-        return TriModel(
-            policy.wrapped,
-            models,
-            adapters.play(inner, Role.OLD),
-            temperature,
-            keep=lambda *_: adapters.keep(),
-            critic=trained,
-            old_critic=old_critic,
-        )
+        of_adapters = adapters.play(inner, Role.OLD)
+        return build(policy.wrapped, models, of_adapters, temperature, keep=lambda *_: adapters.keep())
     old = None
     if num_updates > 1:
         old_chunks = build_model(settings)
@@ -220,4 +216,4 @@ def build_roles(
         for other in others.values() if replays_old else ():
             # It is the old policy too while it has its weights.
             replay_routing(other.models)
-    return TriModel(policy.wrapped, models, old, temperature, replays_old, critic=trained, old_critic=old_critic)
+    return build(policy.wrapped, models, old, temperature, replays_old)
