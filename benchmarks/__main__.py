@@ -182,6 +182,7 @@ BENCHMARKS: Mapping[str, Mapping[str, str]] = {
         "teacher_jsd_vs_without": "the same, the divergence from the mixture",
         "server_vs_without": "seconds of a vLLM server that gives these log-probs of its responses / of the pass",
         "critic_vs_without": "a pass with a critic of the policy's size / without one",
+        "head_vs_without": "the same, a critic that is a head on the policy",
     },
     "log_probs_memory": {
         "logprob_peak_vs_logits": "the same, in a process of its own",

@@ -2,14 +2,15 @@
 
 Two stages with a core each, 8 micro-batches, the first update of an iteration: the policy alone has gradients, and no
 other role is computed. The teacher gives log-probs of the sampled tokens, or its distribution over the vocabulary.
-A critic has a pass with gradients of its own, and no output layer to speak of. Seconds are counted until the slowest
-rank is done. A model's forward pass is a third of its pass with gradients. The same teacher in a vLLM server on both
-cores is timed afterwards, by the responses of the pass.
+A critic has a pass with gradients of its own, and no output layer to speak of; a head on the policy has no pass of its
+own. Seconds are counted until the slowest rank is done. A model's forward pass is a third of its pass with gradients.
+The same teacher in a vLLM server on both cores is timed afterwards, by the responses of the pass.
 """
 
 import argparse
 import asyncio
 import contextlib
+import itertools
 import os
 import statistics
 import tempfile
@@ -19,6 +20,7 @@ from pathlib import Path
 
 from benchmarks import report, trimodel
 from benchmarks.trimodel import GROUP_SIZE, MICRO_BATCHES, PROMPT, RESPONSE, STAGES, TINY, draw_updates, in_turns
+from megatron_rl.algorithm.declaration import HEAD
 from megatron_rl.algorithm.objective import Objective
 from megatron_rl.command_line.run import compute_sizes
 from megatron_rl.config.settings import RewardConfig, RolloutConfig
@@ -51,6 +53,7 @@ FORMS = {
     "reverse": "--opd-divergence reverse",
     "jsd": "--opd-divergence jsd",
     "critic": "--algorithm ppo --critic policy",
+    "head": "--algorithm ppo --critic head",
 }
 
 Times = dict[str, list[float]]
@@ -69,7 +72,7 @@ def main() -> None:
         times = run_ranks(_time, STAGES, problem, teacher, arguments.rounds, timeout=600)[0]
         of_server = asyncio.run(_time_server(problem, teacher, arguments.rounds))
     ratios = {
-        f"{name if name == 'critic' else 'teacher_' + name.replace(' ', '_')}_vs_without": [
+        f"{'' if 'critic' in FORMS[name] else 'teacher_'}{name.replace(' ', '_')}_vs_without": [
             a / b for a, b in zip(of_form, times["without"], strict=True)
         ]
         for name, of_form in times.items()
@@ -130,8 +133,9 @@ def _time(problem: Problem, teacher: Path, rounds: int) -> Times:
         sizes = compute_sizes(settings["without"], session.num_replicas)
         policy = build_policy(settings["without"], session, 1)
         others = {"teacher": build_frozen(settings["sampled"], session, "teacher").chunks}
-        assert settings["critic"].critic is not None
-        critic = build_critic(settings["critic"].critic, session, 1)
+        critics = {
+            name: build_critic(one.critic, session, 1) for name, one in settings.items() if one.critic is not None
+        }
         learners = {
             name: Learner(
                 policy,
@@ -140,7 +144,8 @@ def _time(problem: Problem, teacher: Path, rounds: int) -> Times:
                     others if one.frozen else {},
                     None,
                     1.0,
-                    critic=None if one.critic is None else critic.wrapped,
+                    critic=critics[name].wrapped if name in critics else None,
+                    has_heads=one.algorithm.critic == HEAD,
                 ),
                 Objective(one.algorithm, sizes.longest_response),
                 session,
@@ -159,7 +164,7 @@ def _time(problem: Problem, teacher: Path, rounds: int) -> Times:
                 learners[name].forward_backward(slots, 0)
                 seconds = max(session.gather(time.monotonic())) - start
                 slots.close()
-                for chunk in (*policy.wrapped, *critic.wrapped):
+                for chunk in itertools.chain(policy.wrapped, *(critic.wrapped for critic in critics.values())):
                     chunk.zero_grad_buffer()
                 # The first round prepares what the others find ready.
                 if number > 0:
