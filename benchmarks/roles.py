@@ -31,7 +31,8 @@ from megatron_rl.trainer.data.device_copier import DeviceCopier
 from megatron_rl.trainer.data.slots import Identity, IterationSlots
 from megatron_rl.trainer.loop.learner import Learner
 from megatron_rl.trainer.mcore.session import start_session
-from megatron_rl.trainer.mcore.step.policy import build_critic, build_frozen, build_policy
+from megatron_rl.trainer.mcore.step.critic import build_critic
+from megatron_rl.trainer.mcore.step.policy import build_frozen, build_policy
 from megatron_rl.trainer.mcore.step.roles import TriModel
 from tests import hf_models
 from tests.distributed.grpo_trials import Source, build_batcher

@@ -46,7 +46,7 @@ class RolloutConfig:
     )
     colocate: Literal["off", "share", "sleep"] = own_flag(
         "off",
-        "Have engines and ranks use the same accelerators. `share`, as the flag alone means: at the same time, with the "
+        "Have engines and ranks use the same accelerators. `share`, which the flag alone means: at the same time, the "
         "memory divided. `sleep`: by turns; the ranks' state is on the host while engines sample, and engines sleep "
         "while ranks train.",
         "--rollout-colocate",

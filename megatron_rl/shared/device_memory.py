@@ -480,7 +480,8 @@ class SharedDevice:
         return (
             f"device memory: {_gib(self.device)} GiB, {'by turns' if self.is_by_turns else 'of it'} {_gib(self.rank)} "
             f"for a rank ({_gib(self.counted)} counted) and {_gib(self.engine)} for an engine: weights "
-            f"{_gib(needs.weights)}, work {_gib(needs.work)}, cache {_gib(self.cache)}, which holds {held} responses at full length"
+            f"{_gib(needs.weights)}, work {_gib(needs.work)}, cache {_gib(self.cache)}, which holds {held} responses "
+            "at full length"
         )
 
 

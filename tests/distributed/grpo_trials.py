@@ -31,11 +31,11 @@ from megatron_rl.trainer.loop import learner
 from megatron_rl.trainer.loop.measures import Learned, Measures, UpdateOutcome, compute_metrics
 from megatron_rl.trainer.loop.rollouts import build_batcher
 from megatron_rl.trainer.mcore.session import Session, start_session
+from megatron_rl.trainer.mcore.step.critic import build_critic
 from megatron_rl.trainer.mcore.step.forward_step import is_reporter
 from megatron_rl.trainer.mcore.step.policy import (
     Policy,
     Trainable,
-    build_critic,
     build_frozen,
     build_policy,
     build_reference,

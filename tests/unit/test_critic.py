@@ -24,7 +24,7 @@ from megatron_rl.shared.protocol.turns import ENVIRONMENT
 from megatron_rl.shared.weights.files import Checkpoint
 from megatron_rl.shared.weights.mapping import Mapping
 from megatron_rl.trainer.data.batch import place_rewards
-from megatron_rl.trainer.mcore.step.policy import _load_values
+from megatron_rl.trainer.mcore.step.critic import _load_values
 from tests import hf_models
 from tests.command_lines import QWEN3, error, folder, parse
 from tests.unit.test_turn_credit import REWARDS, TALKS, respond, wire_part

@@ -2,8 +2,8 @@
 
 On devices it is vLLM's own sleep of level 2: weights and cache lose their memory. Level 1, which copies weights to the
 host, would keep what the next publish replaces. vLLM keeps the model's buffers. Tensors that modules have besides are
-kept here, such as the weight of a norm that does not learn it. Parameters are zero after a sleep, as before vLLM's first load,
-and so is the cache.
+kept here, such as the weight of a norm that does not learn it. Parameters are zero after a sleep, as before vLLM's
+first load, and so is the cache.
 
 A worker on a CPU, where vLLM has no sleep, overwrites parameters, such tensors and the cache, so that a rehearsal there
 shows what a publish does not bring back.

@@ -48,13 +48,14 @@ from megatron_rl.trainer.mcore.step.policy import (
     BuildModel,
     FrozenModel,
     Policy,
-    build_critic,
     build_frozen,
     build_policy,
     build_reference,
 )
+from megatron_rl.trainer.mcore.step.roles import CRITIC_MODULE
 
-# Modules that only some runs import: of the stages that read responses, of --rollout-colocate and of --weights-bridge.
+# Modules that only some runs import, besides a critic's: of the stages that read responses, of --rollout-colocate and
+# of --weights-bridge.
 _SUPERVISED = "megatron_rl.trainer.loop.supervised"
 _SETTLING = "megatron_rl.trainer.loop.settling"
 _RANK_MEMORY = "megatron_rl.trainer.loop.rank_memory"
@@ -269,7 +270,9 @@ def build_trainer(
     policy = build_policy(settings, session, settings.num_updates, rank.recipe.build_model)
     _check_guest(rank, policy)
     others = build_others(settings, session, policy, rank.recipe.build_model)
-    critic = None if settings.critic is None else build_critic(settings.critic, session, settings.num_updates)
+    critic = None
+    if settings.critic is not None:
+        critic = importlib.import_module(CRITIC_MODULE).build_critic(settings.critic, session, settings.num_updates)
     saver = Saver(settings, session, policy, settings.name, inputs.data, others, rank.recipe.saved, critic)
     start = saver.load(rank.say)
     rank.startup.say("model: built, its weights are loaded")

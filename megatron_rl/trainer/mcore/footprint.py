@@ -44,8 +44,8 @@ from megatron_rl.trainer.mcore.model.attention import SharedPromptAttention
 from megatron_rl.trainer.mcore.model.gated_delta_net import GatedDeltaRule
 from megatron_rl.trainer.mcore.model.gpt import PackedGPTModel, build_chunks
 from megatron_rl.trainer.mcore.model.lora import attach_adapters
-from megatron_rl.trainer.mcore.model.policy_head import PolicyHead
 from megatron_rl.trainer.mcore.session import find_coordinates, make_groups
+from megatron_rl.trainer.mcore.step.critic import PolicyHead
 from megatron_rl.types import ParallelSizes
 
 

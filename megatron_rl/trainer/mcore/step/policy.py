@@ -10,13 +10,10 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.transformer.module import MegatronModule
 
-from megatron_rl.algorithm.declaration import HEAD, find_role
+from megatron_rl.algorithm.declaration import find_role
 from megatron_rl.algorithm.plug_ins import find_roles
 from megatron_rl.config.settings import Settings
 from megatron_rl.errors import InputError
-from megatron_rl.platforms import select
-from megatron_rl.shared.weights.files import Checkpoint
-from megatron_rl.shared.weights.mapping import BIAS, SCORE
 from megatron_rl.trainer.mcore.model.frozen import copy_weights, freeze
 from megatron_rl.trainer.mcore.model.gpt import BuildModel, PackedGPTModel, build_model, unwrap, wrap
 from megatron_rl.trainer.mcore.model.lora import Adapters, Role, attach_adapters
@@ -32,7 +29,6 @@ from megatron_rl.trainer.mcore.step.optimizer import (
 )
 
 _ADAPTER_FILES = "megatron_rl.trainer.mcore.model.adapter_files"
-_POLICY_HEAD = "megatron_rl.trainer.mcore.model.policy_head"
 BASE = "megatron_rl_base"
 """The key of the base's fingerprint in a checkpoint of adapters."""
 
@@ -85,10 +81,10 @@ def build_policy(settings: Settings, session: Session, num_updates: int, build: 
         weights = weights.merged_with(base.adapters)
     if settings.rollout.replay_routing or settings.algorithm.replay_routing:
         replay_routing(chunks)
-    return Policy(chunks, *_prepare_training(settings, chunks, num_updates), weights, base)
+    return Policy(chunks, *prepare_training(settings, chunks, num_updates), weights, base)
 
 
-def _prepare_training(
+def prepare_training(
     settings: Settings, chunks: Sequence[MegatronModule], num_updates: int
 ) -> tuple[list[DistributedDataParallel], Any, Any]:
     """Return the chunks with gradient buffers, an optimizer for them, and its scheduler."""
@@ -120,44 +116,6 @@ class Base:
         importlib.import_module(_ADAPTER_FILES).save_adapters(
             self.adapters, session, folder, dtype, self.folder, self.fingerprint
         )
-
-
-def build_critic(settings: Settings, session: Session, num_updates: int) -> Trainable:
-    """Build the critic with its first weights and a fresh optimizer; the settings are its own."""
-    if settings.algorithm.critic == HEAD:
-        head = build_critic_chunks(settings)
-        return Trainable(head, *_prepare_training(settings, head, num_updates), start=HEAD)
-    chunks, folder = build_model(settings), settings.model.hf_model
-    assert folder is not None
-    weights = ModelWeights(chunks, session)
-    weights.load_hf(folder)
-    session.run_or_raise_everywhere(lambda: _load_values(chunks[-1], folder))
-    trained = _prepare_training(settings, chunks, num_updates)
-    return Policy(chunks, *trained, weights, start=weights.fingerprint())
-
-
-def build_critic_chunks(settings: Settings) -> Sequence[MegatronModule]:
-    """Build the chunks of a critic, a model or a head on the policy; a model's weights are not filled yet."""
-    if settings.algorithm.critic != HEAD:
-        return build_model(settings)
-    with select(settings.platform).device():
-        return [importlib.import_module(_POLICY_HEAD).PolicyHead(settings.transformer)]
-
-
-def _load_values(chunk: PackedGPTModel, folder: Path) -> None:
-    """Load the output layer of a critic, if the folder has that of a classifier with one number."""
-    with Checkpoint(folder) as checkpoint:
-        if not chunk.post_process or SCORE not in checkpoint.names():
-            return
-        if BIAS in checkpoint.names():
-            raise InputError(f"--critic {folder}: a critic's output layer has no {BIAS}: write a folder without it")
-        place, values = chunk.output_weight(), checkpoint.tensor(SCORE)
-        if place.shape != values.shape:
-            raise InputError(
-                f"--critic {folder}: {SCORE} has shape {list(values.shape)}, and a critic's has {list(place.shape)}: "
-                f"write a classifier with one number, or a language model"
-            )
-        place.data.copy_(values)
 
 
 def build_base(

@@ -5,6 +5,7 @@ is a frozen model with a name (`algorithm.roles`).
 """
 
 import dataclasses
+import importlib
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
@@ -21,10 +22,13 @@ from megatron_rl.trainer.mcore.model.replay import RoutingRecord, replay_routing
 from megatron_rl.trainer.mcore.session import Session
 from megatron_rl.trainer.mcore.step.forward_step import Model, RoleAssignment, compute_log_probs
 from megatron_rl.trainer.mcore.step.optimizer import force_param_sync
-from megatron_rl.trainer.mcore.step.policy import FrozenModel, Policy, Trainable, build_critic_chunks
+from megatron_rl.trainer.mcore.step.policy import FrozenModel, Policy, Trainable
 
 if TYPE_CHECKING:
     from megatron_rl.trainer.mcore.step.trace import StepTrace
+
+CRITIC_MODULE = "megatron_rl.trainer.mcore.step.critic"
+"""The module of runs that have a critic."""
 
 
 class Roles(Protocol):
@@ -200,7 +204,8 @@ def build_roles(
     trained, old_critic = None if critic is None else critic.wrapped, None
     if settings.critic is not None and num_updates > 1:
         # A head is too small to be worth its way to the device.
-        old_critic = freeze(build_critic_chunks(settings.critic), None if has_heads else host)
+        chunks = importlib.import_module(CRITIC_MODULE).build_critic_chunks(settings.critic)
+        old_critic = freeze(chunks, None if has_heads else host)
     build = partial(TriModel, critic=trained, old_critic=old_critic, has_heads=has_heads)
     if policy.base is not None:
         adapters = policy.base.adapters
