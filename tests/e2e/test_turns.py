@@ -11,7 +11,7 @@ import pytest
 from megatron_rl.observe.metrics import read_metrics, without_times
 from megatron_rl.shared.records.audit_check import verify
 from tests.e2e import loop, stale_vllm
-from tests.e2e.test_resume import assert_same, fault, killed, resumed, uninterrupted
+from tests.e2e.test_resume import assert_same, fault, killed, resumed, uninterrupted, words
 
 TURNS = {"rollout_colocate": "sleep"}
 SYNC = {"schedule": "sync"}
@@ -26,6 +26,26 @@ WHOLE = {
     "consume_order": "prompt",
 }
 
+# Code that a rank runs before it begins: what is still in a rank's memory once it has left ends the run, by its shape.
+LOOK = """
+import gc, torch
+from megatron_rl import platforms
+platforms.select("cpu").install()
+from megatron_rl.trainer.mcore.device_turns import DeviceTurns
+leave = DeviceTurns.leave
+def look(self):
+    leave(self)
+    known = {copy.untyped_storage().data_ptr() for _, _, copy in self._away if copy is not None}
+    left = [
+        list(one.shape) for one in gc.get_objects()
+        if isinstance(one, torch.Tensor) and one.is_floating_point() and one.numel() >= 128
+        and one.untyped_storage().data_ptr() not in known and not one.isnan().all()
+    ]
+    if left:
+        raise AssertionError(f"left on the device: {left}")
+DeviceTurns.leave = look
+"""
+
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> loop.World:
@@ -34,7 +54,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> loop.World:
 
 @pytest.fixture(scope="module")
 def by_turns(world: loop.World) -> Path:
-    return uninterrupted(world, "turns", 2, **WHOLE, **TURNS)
+    """Run by turns; what models and optimizers leave on a device ends the run."""
+    folder = world.folder / "turns"
+    loop.run(folder, 2, words(world, folder, **WHOLE, **TURNS), {0: LOOK, 1: LOOK})
+    return folder
 
 
 @pytest.mark.each_change
@@ -62,11 +85,11 @@ def run_with_vllm(world: loop.World, name: str, code: int = 0, plant: dict | Non
     folder.mkdir()
     if plant is not None:
         changes["rollout_python"] = stale_vllm.write(folder, plant)
-    words = world.words(
+    of_run = world.words(
         "run", rollout_engine="vllm", rollout_num_engines=1, rollout_folder=folder / "run", train_iters=3,
         consume_order="prompt", **changes,
     )  # fmt: skip
-    ranks = loop.run(folder, 1, words, code=code)
+    ranks = loop.run(folder, 1, of_run, code=code)
     (folder / "said").write_text(ranks.text())
     return folder
 
@@ -116,31 +139,3 @@ def test_what_a_sleep_loses_ends_the_run_before_a_token_is_sampled(
     (reason,) = re.findall(r"the run ended: (.*)", (folder / "said").read_text())
     assert re.search(f"version 1 was not published: {expected}", reason), reason
     assert [line["version"] for line in read_metrics(folder / "run")] == [0]
-
-
-# Code that a rank runs before it begins: what is still in a rank's memory once it has left ends the run, by its shape.
-LOOK = """
-import gc, torch
-from megatron_rl import platforms
-platforms.select("cpu").install()
-from megatron_rl.trainer.mcore.device_turns import DeviceTurns
-leave = DeviceTurns.leave
-def look(self):
-    leave(self)
-    known = {copy.untyped_storage().data_ptr() for _, _, copy in self._away if copy is not None}
-    left = [
-        list(one.shape) for one in gc.get_objects()
-        if isinstance(one, torch.Tensor) and one.is_floating_point() and one.numel() >= 128
-        and one.untyped_storage().data_ptr() not in known and not one.isnan().all()
-    ]
-    if left:
-        raise AssertionError(f"left on the device: {left}")
-DeviceTurns.leave = look
-"""
-
-
-@pytest.mark.each_change
-@pytest.mark.timeout(600)
-def test_nothing_of_models_and_optimizers_stays_on_the_device(world: loop.World) -> None:
-    words = world.words("look", **WHOLE, **TURNS)
-    loop.run(world.folder / "look", 2, words, {0: LOOK, 1: LOOK})
