@@ -75,6 +75,13 @@ def _check_served(folder: Path, settings: DraftSettings) -> list[str]:
     return problems
 
 
+_WHOLE_STATE = dict.fromkeys(
+    ("use_distributed_optimizer", "use_precision_aware_optimizer", "optimizer_cpu_offload",
+     "use_precision_aware_optimizer_no_fp8_or_ds_fp8"), False,
+)  # fmt: skip
+"""The options of an optimizer whose state every rank has whole."""
+
+
 def resolve_critic(
     settings: DraftSettings, flags: Sequence[Flag], given: Mapping[str, Given], platform: Platform, chip: str | None
 ) -> tuple[DraftSettings | None, list[str]]:
@@ -90,6 +97,10 @@ def resolve_critic(
     least = settings.optimizer.min_lr if rate is None else min(settings.optimizer.min_lr or 0.0, rate)
     own = {"lr": rate, "min_lr": least, "decoupled_lr": None, "decoupled_min_lr": None}
     optimizer = _change(settings.optimizer, overlap_param_gather=False, **own)
+    if algorithm.critic == HEAD:
+        # Each rank has all of it: Megatron saves no state of a rank that would have no part.
+        ddp = _change(ddp, use_distributed_optimizer=False)
+        optimizer = _change(optimizer, **_WHOLE_STATE)
     trained = dataclasses.replace(settings, lora=LoraConfig(), ddp=ddp, optimizer=optimizer)
     problems = list[str]()
     if algorithm.critic == HEAD:

@@ -185,6 +185,8 @@ class RankMemory:
     is_frozen_offloaded: bool = False
     teachers: tuple[Architecture, ...] = ()
     critic: Architecture | None = None
+    has_head: bool = False
+    """Whether the critic is a head on the policy, which keeps its rows in float32 for its gradient."""
     of_critic: ParameterBytes = ParameterBytes()
     """The bytes of a parameter of the critic, which has no adapters."""
     keeps_old: bool = False
@@ -212,6 +214,7 @@ class RankMemory:
             kept += (
                 micro.tokens / split.row_ranks * self.architecture.hidden_size * (10 if parameter.weight == 2 else 8)
             )
+            kept += self.has_head * 4 * micro.tokens / split.context * self.architecture.hidden_size
         frozen, two_layers = self.num_frozen * weights, 2 * weights / layers if self.num_frozen else 0.0
         for teacher in self.teachers:
             of_layers, *of_teacher = self._count_stage(teacher)
@@ -337,6 +340,7 @@ def read_rank_memory(look_up: LookUp, architecture: Architecture, replicas: int)
         num_frozen=0 if rank else count_frozen(look_up, _count_updates(look_up) if is_sampled else 1),
         is_frozen_offloaded=bool(look_up("loop.frozen_offload")),
         critic=_read_critic(look_up, architecture) if is_sampled else None,
+        has_head=is_sampled and look_up("algorithm.critic") == HEAD,
         of_critic=of_critic,
         keeps_old=_count_updates(look_up) > 1,
         teachers=tuple(read_architecture(folder, flag="--teacher") for folder in teachers) if is_sampled else (),

@@ -367,6 +367,33 @@ def test_a_run_with_a_head_that_was_killed_resumes_in_the_same_and_in_another_la
     assert "does not hold critic.embedding.word_embeddings.weight, which the model has" in ranks.text()
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("world_size", "layout"), [(2, {}), (4, {"pipeline_model_parallel_size": 4})])
+def test_a_head_resumes_where_replicas_divide_optimizers_and_where_stages_lie_between(world, world_size, layout):
+    model = loop.draw_model(world.folder / f"deep-{world_size}", num_hidden_layers=4)
+    changes = {
+        "algorithm": "vapo",
+        "critic": "head",
+        "critic_lr": 1e-2,
+        "use_distributed_optimizer": True,
+        "bf16": True,
+    }
+    changes |= {"hf_model": model, **layout}
+    whole = uninterrupted(world, f"far-whole-{world_size}", world_size, **changes)
+    folder = killed(world, f"far-{world_size}", world_size, {0: fault("optimizer", "rank", call=3)}, **changes)
+    resumed(world, folder, world_size, **changes)
+    assert_same(folder, whole)
+    plain = uninterrupted(
+        world, f"far-plain-{world_size}", world_size, **{**changes, "use_distributed_optimizer": False}
+    )
+    values = [
+        [line["critic"]["value"] for line in read_metrics(run / "run") if "critic" in line] for run in (whole, plain)
+    ]
+    assert values[0] == values[1]
+    assert values[0][0] != values[0][-1]
+
+
 def tensors_of(checkpoint: Path) -> set[str]:
     return set(FileSystemReader(checkpoint).read_metadata().state_dict_metadata)
 

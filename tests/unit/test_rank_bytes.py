@@ -41,6 +41,7 @@ LAYOUTS = (
     f"{HALF} {PP} 2 --grpo-advantage gae --critic policy",
     f"{HALF} {TP} --global-batch-size 64 --grpo-advantage gae --critic policy",
     f"{HALF} {PP} 2 --global-batch-size 64 --grpo-advantage gae --critic head",
+    f"{HALF} {TP} --sequence-parallel {FULL} uniform --recompute-num-layers 1 --grpo-advantage gae --critic head",
 )
 OF_EXPERTS = (
     f"{HALF} --expert-model-parallel-size 4",

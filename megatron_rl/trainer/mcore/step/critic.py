@@ -67,39 +67,39 @@ def _load_values(chunk: PackedGPTModel, folder: Path) -> None:
 
 
 class PolicyHead(MegatronModule):
-    """The layer, whole on each rank of a pipeline's two ends; its values are 0 until it learns.
+    """The layer, whole on each rank; its values are 0 until it learns.
 
-    The last stage computes with it. The first stage has a copy, because a checkpoint has from rank 0 what ranks have in
-    common, such as an optimizer's steps. Megatron adds up both gradients, as those of a tied embedding.
+    The last stage computes with it. Other stages have a copy, because a checkpoint has from rank 0 what ranks have in
+    common, such as an optimizer's steps, and cannot be read into a stage that has nothing.
     """
 
     # By these names Megatron asks for a tied embedding.
-    pre_process = share_embeddings_and_output_weights = True
+    pre_process, share_embeddings_and_output_weights = True, False
 
     def __init__(self, config: TransformerConfig) -> None:
         # A copy, because Megatron stores the functions of an optimizer in it. A head has no routers to update.
         config = copy.copy(config)
         config.moe_router_enable_expert_bias = False
+        # By this name, and the weight's attribute, Megatron adds up the gradients of all stages' copies.
+        config.has_cond_embedder = True
         super().__init__(config)
         self.post_process = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
-        if self.post_process or parallel_state.is_pipeline_first_stage(ignore_virtual=True):
-            self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
-            # The norm of gradients counts it once.
-            self.weight.shared = not self.post_process  # type: ignore[attr-defined]
-            tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(self.weight)
+        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
+        self.weight.pipeline_parallel = True  # type: ignore[attr-defined]
+        # The norm of gradients counts it once.
+        self.weight.shared = not self.post_process  # type: ignore[attr-defined]
+        tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(self.weight)
 
     def forward(self, hidden_ME: torch.Tensor) -> torch.Tensor:
         """Compute values [M]."""
         return (hidden_ME.float() @ self.weight.float().t()).squeeze(1)
 
-    def shared_embedding_or_output_weight(self) -> torch.Tensor:
-        return self.weight
-
     def sharded_state_dict(self, prefix: str = "", *_: Any, **__: Any) -> dict[str, ShardedTensor]:
         """Describe the weight, which one rank writes."""
         tensor_rank = parallel_state.get_tensor_model_parallel_rank()
         replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
-        replica_id = (int(not self.post_process), tensor_rank, replica)
+        stage = 0 if self.post_process else 1 + parallel_state.get_pipeline_model_parallel_rank()
+        replica_id = (stage, tensor_rank, replica)
         return {
             name: ShardedTensor.from_rank_offsets(f"{prefix}head.{name}", parameter, replica_id=replica_id)
             for name, parameter in self.named_parameters()
