@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tests import hf_models
 from tests.distributed.grpo_trials import Seen
 from tests.distributed.test_grpo_step import Twins, check, remember_twins, run
-from tests.grpo_problem import SEQUENCE, TRUNCATED, Problem, Trial, draw_problem
+from tests.grpo_problem import PLAIN, SEQUENCE, TRUNCATED, Problem, Trial, draw_problem
 from tests.grpo_twin import CRITIC, Judging, Rules, Teaching
 
 pytestmark = pytest.mark.each_change
@@ -124,6 +124,20 @@ def test_updates_with_a_head_on_the_policy_equal_the_dense_formulas(number, comp
 )
 def test_a_head_equals_the_dense_formulas_in_all_other_layouts(number, computed_with_head, twins) -> None:
     check_head(number, OF_HEADS_SELDOM, computed_with_head, twins)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["model", "head"])
+def test_experts_divided_over_ranks_give_a_critic_the_gradients_of_whole_ones(folder, kind) -> None:
+    problem = draw_problem(folder / f"experts-{kind}", "qwen3_moe")
+    critic = draw_critic(folder / "critic-of-experts", "qwen3_moe") if kind == "model" else None
+    rules = rules_of(Judging(critic), PLAIN)
+    whole, *divided = run(problem, [Trial(layout, 4, rules) for layout in ("DP2", "EP2", "EP2xCP2")]).values()
+    assert any(name.startswith(CRITIC) and gradient.any() for name, gradient in whole[0].gradients.items())
+    for seen in divided:
+        for name, gradient in whole[0].gradients.items():
+            error = (seen[0].gradients[name] - gradient).abs().max()
+            assert error <= 1e-5 * gradient.abs().max(), name
 
 
 def test_a_critic_trains_beside_a_teacher_and_as_a_mean_over_responses(problem, critic, folder) -> None:
