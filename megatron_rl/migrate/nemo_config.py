@@ -42,9 +42,12 @@ def read_nemo_config(file: Path, overrides: Sequence[str] = ()) -> dict[str, str
     """Read a file with those that it inherits from, and its command line's overrides; raise an InputError if wrong."""
     tree = _load(file, ())
     for key in (word[1:].partition("=")[0] for word in overrides if word.startswith("~")):
-        _find_section(tree, key).pop(key.rpartition(".")[2], None)
+        section, name = _find_place(tree, key)
+        if isinstance(section, list) or name in section:
+            del section[name]
     for key, text in read_overrides([word for word in overrides if not word.startswith("~")]).items():
-        _find_section(tree, key)[key.rpartition(".")[2]] = _parse(text, key) if text[:1] in ("[", "{") else text
+        section, name = _find_place(tree, key)
+        section[name] = _parse(text, key) if text[:1] in ("[", "{") else text
     return dict(_flatten(_References(tree, file).resolve_all((), ()), ""))
 
 
@@ -91,7 +94,7 @@ def _parse(text: str, source: object) -> Any:
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         return {} if node is None else _convert(node)
-    except (yaml.YAMLError, RecursionError) as error:
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise InputError(f"{source} is not YAML ({' '.join(str(error).split())})") from error
 
 
@@ -105,18 +108,26 @@ def _convert(node: Any) -> Any:
     for key, value in node.value:
         if key.tag.endswith(":merge"):
             for part in reversed(value.value) if value.id == "sequence" else [value]:
+                if part.id != "mapping":
+                    raise ValueError(f"<< must merge sections, but has {part.value}")
                 merged |= _convert(part)
         else:
             own[str(key.value)] = _convert(value)
     return merged | own
 
 
-def _find_section(tree: dict[str, Any], key: str) -> dict[str, Any]:
-    """Return the section of a key, which is made if it is not there."""
-    for name in key.split(".")[:-1]:
-        section = tree.setdefault(name, {})
-        tree[name] = tree = section if isinstance(section, dict) else {}
-    return tree
+def _find_place(tree: Any, key: str) -> tuple[Any, Any]:
+    """Return what has the last part of a key, and that part, in a list an index; missing sections are made."""
+    name, _, rest = key.partition(".")
+    index: Any = int(name) if isinstance(tree, list) and name.isdigit() else name
+    if isinstance(tree, list) and index not in range(len(tree)):
+        raise InputError(f"an override has {key} in a list of {len(tree)}: write a number below {len(tree)}")
+    if not rest:
+        return tree, index
+    section = tree[index] if isinstance(tree, list) else tree.get(index)
+    if not isinstance(section, dict | list):
+        section = tree[index] = {}
+    return _find_place(section, rest)
 
 
 class _References:

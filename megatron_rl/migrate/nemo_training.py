@@ -14,7 +14,8 @@ _SCHEDULE, _TORCH = f"{MEGATRON}.scheduler", "policy.optimizer.kwargs"
 
 def write_megatron(theirs: TheirSettings, to: Translation, num_updates: float) -> None:
     style, rise = (
-        theirs.text(f"{_SCHEDULE}.{key}") or "constant" for key in ("lr_decay_style", "weight_decay_incr_style")
+        theirs.text(f"{_SCHEDULE}.{key}") or otherwise
+        for key, otherwise in (("lr_decay_style", "linear"), ("weight_decay_incr_style", "constant"))
     )
     to.write("--lr-decay-style", style)
     for key, flag in (("lr_warmup_iters", "--lr-warmup-iters"), ("lr_decay_iters", "--lr-decay-iters")):
@@ -26,11 +27,16 @@ def write_megatron(theirs: TheirSettings, to: Translation, num_updates: float) -
         to.write_unless_default("--lr-warmup-init", first)
     if smallest and style != "constant":
         to.write_unless_default("--min-lr", smallest)
-    for end in ("start", "end"):
-        decay = theirs.text(f"{_SCHEDULE}.{end}_weight_decay")
-        if rise != "constant":
-            to.write("--weight-decay-incr-style", rise)
-            to.write(f"--{end}-weight-decay", decay)
+    # The schedule's weight decay replaces the optimizer's.
+    start, end, decay = (
+        theirs.text(f"{MEGATRON}.{key}weight_decay") for key in ("scheduler.start_", "scheduler.end_", "optimizer.")
+    )
+    if rise != "constant":
+        to.write("--weight-decay-incr-style", rise)
+        to.write("--start-weight-decay", start)
+        to.write("--end-weight-decay", end)
+    elif end or decay:
+        to.write("--weight-decay", end or decay)
     momentum = theirs.text(f"{MEGATRON}.optimizer.sgd_momentum")
     if theirs.text(f"{MEGATRON}.optimizer.optimizer") == "sgd":
         to.write("--sgd-momentum", momentum)
@@ -65,6 +71,9 @@ def write_dtensor(theirs: TheirSettings, to: Translation, num_updates: float) ->
     if not optimizer.endswith(("AdamW", "FusedAdam")):
         to.changed.append(f"policy.optimizer.name = {optimizer}: the optimizer is AdamW; write --optimizer sgd for SGD")
     betas = re.findall(r"[\d.e-]+", theirs.text(f"{_TORCH}.betas"))
+    if "policy.max_grad_norm" in theirs.given:
+        # Without a norm NeMo-RL does not clip.
+        to.write("--clip-grad", theirs.text("policy.max_grad_norm") or 0)
     for flag, beta in zip(("--adam-beta1", "--adam-beta2"), betas, strict=False):
         to.write_unless_default(flag, beta)
     if decay:
@@ -83,14 +92,21 @@ def _write_phases(theirs: TheirSettings, to: Translation, num_updates: float) ->
     names = {key.removesuffix(".name"): text.rpartition(".")[2] for key, text in texts.items() if key.endswith(".name")}
 
     def read(phase: str, field: str, default: float) -> float:
-        number = theirs.number(f"{phase}.kwargs.{field}")
+        key = f"{phase}.kwargs.{field}"
+        number = theirs.number(key)
+        if number is None and theirs.text(key):
+            to.changed.append(f"{key} = {theirs.text(key)}: it must be a number, and counts as {default:g}")
         return default if number is None else number
 
     phases, warmup = [*names], 0
     if phases and names[phases[0]] == "LinearLR" and read(phases[0], "end_factor", 1) == 1:
         first = phases.pop(0)
-        warmup = int(read(first, "total_iters", 5) * num_updates)
+        length = read(first, "total_iters", 5)
+        warmup = int(length * num_updates)
         to.write("--lr-warmup-iters", warmup)
+        for key in (key for key in texts if key.endswith(".milestones")):
+            if (ends := re.findall(r"\d+", texts[key])) and int(ends[0]) != length:
+                to.changed.append(f"{key} = {texts[key]}: here the next phase begins after the warm-up's total_iters")
         rate = theirs.number(f"{_TORCH}.lr") or 0.0
         to.write_unless_default("--lr-warmup-init", rate * read(first, "start_factor", 1 / 3))
     last = phases[0] if len(phases) == 1 else ""

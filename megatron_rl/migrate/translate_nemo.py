@@ -28,6 +28,12 @@ _OF_DISTANCE = ("loss_fn.kl_type", "loss_fn.mixed_kl_weight", "loss_fn.zero_outs
 _ENGINES, _KL = "policy.generation", "loss_fn.reference_policy_kl"
 _TEACHERS = "on_policy_distillation.teacher_model_by_agent_name."
 _CORRECTIONS = {"tis": "truncate", "icepop": "mask"}
+# The columns of rows, each with its flag.
+_COLUMNS: Mapping[str, Mapping[str, str]] = {
+    "grpo": {"input": "--prompt-key", "output": "--answer-key"},
+    "sft": {"input": "--prompt-key", "output": "--completion-key", "chat": "--messages-key"},
+    "dpo": {each: f"--{each}-key" for each in ("prompt", "chosen", "rejected")},
+}
 _EMPTY = ("null", "", "{}", "[]")
 # Sections that have an effect although `enabled` is false.
 _READ = (MEGATRON, DTENSOR, f"{_ENGINES}.colocated", "checkpointing")
@@ -59,11 +65,9 @@ def translate_nemo(settings: Mapping[str, str], program: str, source: object) ->
         _write_divergence(theirs, to, theirs.text(f"{name}.adv_estimator.name"))
         _write_correction(theirs, to)
         _write_filter(theirs, to, name)
-    if is_megatron:
-        # An update of DPO is two steps of the schedule there: one for each response of a pair.
-        write_megatron(theirs, to, num_updates / 2 if name == "dpo" else num_updates)
-    else:
-        write_dtensor(theirs, to, num_updates)
+    # Each epoch over an iteration's responses is a step of the schedules there.
+    write_training = write_megatron if is_megatron else write_dtensor
+    write_training(theirs, to, num_updates / (theirs.count(f"{name}.ppo_epochs") or 1))
     _write_intervals(theirs, to, name)
     _write_data(theirs, to, name)
     places = _read_places(theirs)
@@ -144,13 +148,15 @@ def _write_sizes(theirs: TheirSettings, to: Translation, name: str) -> float:
     ):  # fmt: skip
         if text:
             to.write(flag, text)
-    if name not in _SAMPLED:
+    if name in _SAMPLED:
+        _write_lengths(theirs, to)
+    if name not in _SAMPLED or "--max-prompt-tokens" in to.words:
         to.notes.append(
             "Rows that are too long keep their place in NeMo-RL's batches, without weight; here others have it."
         )
+    if name not in _SAMPLED:
         theirs.text("data.max_input_seq_length")
         return 1
-    _write_lengths(theirs, to)
     to.write("--grpo-prompts-per-step", theirs.text(f"{name}.num_prompts_per_step"))
     prompts, group = (theirs.count(f"{name}.num_{part}") for part in ("prompts_per_step", "generations_per_prompt"))
     size = theirs.count("policy.train_global_batch_size")
@@ -218,6 +224,15 @@ def _write_advantage(theirs: TheirSettings, to: Translation, name: str, settings
         to.write_unless_default("--grpo-advantage", "grpo" if is_scaled else "rloo" if is_apart else "mean")
     elif kind == "gdpo":
         to.write("--grpo-advantage", "gdpo")
+        to.changed.append(
+            "adv_estimator.name = gdpo: NeMo-RL divides by the deviation over an iteration's responses, this package "
+            "over an update's"
+        )
+        if not is_scaled:
+            to.changed.append(
+                "adv_estimator.normalize_rewards = false: --grpo-advantage gdpo divides each function's rewards by "
+                "their deviation in a group"
+            )
     elif kind == "reinforce_plus_plus":
         to.write("--grpo-advantage", "batch" if is_first else "global")
         to.changed.append(
@@ -250,11 +265,13 @@ def _write_critic(theirs: TheirSettings, to: Translation, settings: Mapping[str,
     if rate := settings.get("value.megatron_cfg.optimizer.lr" if is_megatron else "value.optimizer.kwargs.lr"):
         to.write("--critic-lr", rate)
     whole, values, policy = (theirs.text(f"ppo.adv_estimator.gae_lambda{end}") for end in ("", "_value", "_policy"))
-    to.write_unless_default("--gae-lambda", policy or whole)
-    if values or policy:
+    alpha = theirs.text("ppo.adv_estimator.length_adaptive_alpha")
+    if alpha and theirs.number("ppo.adv_estimator.length_adaptive_alpha") != 0:
+        to.write("--gae-length-alpha", alpha)
+    else:
+        to.write_unless_default("--gae-lambda", policy or whole)
+    if values or policy or "--gae-length-alpha" in to.words:
         to.write("--critic-lambda", values or whole)
-    if theirs.number("ppo.adv_estimator.length_adaptive_alpha"):
-        to.write("--gae-length-alpha", theirs.text("ppo.adv_estimator.length_adaptive_alpha"))
     if theirs.is_on("ppo.adv_estimator.normalize_advantages"):
         to.changed.append(
             "adv_estimator.normalize_advantages = true: NeMo-RL takes mean and deviation of a batch's advantages off, "
@@ -347,7 +364,11 @@ def _write_filter(theirs: TheirSettings, to: Translation, name: str) -> None:
     """Write how many prompts may replace groups without a signal."""
     batches, part = (theirs.number(f"{name}.{key}") for key in ("dynamic_sampling_max_gen_batches", "batch_multiplier"))
     prompts = theirs.count(f"{name}.num_prompts_per_step")
-    if theirs.is_on(f"{name}.use_dynamic_sampling") and batches and part and prompts:
+    if not theirs.is_on(f"{name}.use_dynamic_sampling"):
+        return
+    if not (batches and part and prompts):
+        to.changed.append("dynamic_sampling_max_gen_batches must be a number: write --grpo-spare-prompts")
+    else:
         to.write("--grpo-spare-prompts", max(1, int(prompts * batches * part) - prompts))
         to.changed.append(
             f"dynamic_sampling_max_gen_batches = {batches:g}: NeMo-RL stops after these, here groups without a signal "
@@ -385,9 +406,7 @@ def _write_intervals(theirs: TheirSettings, to: Translation, name: str) -> None:
 
 def _write_data(theirs: TheirSettings, to: Translation, name: str) -> None:
     """Write data sets that are files of rows, with their columns, and require files of the others."""
-    columns = {"input": "--prompt-key", "output": "--answer-key"} if name in _SAMPLED else {}
-    columns |= {each: f"--{each}-key" for each in ("prompt", "chosen", "rejected")} if name == "dpo" else {}
-    ends = (".data_path", ".dataset_name", ".env_name", ".processor", "_key")
+    ends = (".data_path", ".dataset_name", ".env_name", ".processor")
     texts = {key: theirs.text(key) for key in theirs.given if key.startswith("data.") and key.endswith(ends)}
     for part, flag, file in (("train", "--prompts", "train.jsonl"), ("validation", "--eval-prompts", "test.jsonl")):
         of_part = {key: text for key, text in texts.items() if text and key.startswith(f"data.{part}.")}
@@ -396,9 +415,13 @@ def _write_data(theirs: TheirSettings, to: Translation, name: str) -> None:
             to.write(flag, *files)
         elif files or sets:
             to.require(f"data.{part} = {', '.join(files or sets)}: write its rows to a file, and {flag} {file}", flag)
-        for column, key_flag in columns.items() if part == "train" and files else ():
-            keys = (f"data.train.{column}_key", f"data.default.{column}_key")
-            to.write_unless_default(key_flag, next((texts[key] for key in keys if key in texts), column))
+    places = [key.rpartition(".")[0] for key, text in texts.items() if text and key.endswith(ends[0])]
+    for column, flag in _COLUMNS.get(name, _COLUMNS["grpo"]).items() if places else ():
+        keys = [theirs.text(f"{place}.{column}_key") or theirs.text(f"data.default.{column}_key") for place in places]
+        keys = [key or ("messages" if column == "chat" else column) for key in keys]
+        to.write_unless_default(flag, keys[0])
+        if len({*keys}) > 1:
+            to.changed.append(f"{column}_key = {', '.join(keys)}: all files share {flag}: rename the others' columns")
     tokenizer, template = (theirs.text(f"policy.tokenizer.{key}") for key in ("name", "chat_template"))
     template = template or theirs.given.get("policy.tokenizer.chat_template", "default")
     if name in _SAMPLED and template == "default":

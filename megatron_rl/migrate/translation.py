@@ -1,5 +1,6 @@
 """The translation of another project's run: the settings of its script, and the command line for this package."""
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.command_line import flags
+from megatron_rl.errors import UsageError
 from megatron_rl.flag import Flag, index_by_name
 from megatron_rl.platforms import select
 
@@ -43,8 +45,11 @@ class Translation:
     def write_unless_default(self, flag: str, value: object) -> None:
         """Write a flag unless its value is the default here."""
         known = index_flags()[flag]
-        if known.read([_format(value)]) != known.default:
-            self.write(flag, value)
+        # A value that cannot be read is written too: our parser reports it.
+        with contextlib.suppress(UsageError):
+            if known.read([_format(value)]) == known.default:
+                return
+        self.write(flag, value)
 
     def count(self, flag: str, otherwise: int | None = None) -> int | None:
         text = self.words.get(flag, [""])[0]
@@ -75,9 +80,10 @@ class TheirSettings:
     def number(self, key: str) -> float | None:
         """Return a setting's number; return None if it is not a number, for instance a variable of the shell."""
         try:
-            return float(self.text(key).replace("_", ""))
+            number = float(self.text(key).replace("_", ""))
         except ValueError:
             return None
+        return number if math.isfinite(number) else None
 
     def count(self, key: str) -> int | None:
         number = self.number(key)

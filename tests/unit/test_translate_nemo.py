@@ -93,6 +93,9 @@ value_loss_fn: {cliprange: 0.5}
 """
 SFT = "defaults: base.yaml\nsft: {max_num_steps: 60}\n"
 PLUS_PLUS = ["grpo.adv_estimator.name=reinforce_plus_plus", "loss_fn.use_kl_in_reward=true"]
+MEGATRON = "policy.megatron_cfg={enabled: true, optimizer: {lr: 1e-6, weight_decay: 0.1, clip_grad: 0.5}}"
+RISE = "policy.scheduler.0.kwargs.total_iters"
+SCHEDULE = "policy.megatron_cfg.scheduler"
 IS = "loss_fn.truncated_importance_sampling"
 CORRECTED = ["loss_fn.use_importance_sampling_correction=true"]
 CONFIGS = {"grpo": GRPO, "distillation": DISTILLATION, "dpo": DPO, "ppo": PPO, "sft": SFT}
@@ -144,6 +147,7 @@ def test_a_grpo_config_comes_to_our_flags_with_what_its_files_and_references_say
     assert is_written(found, lr_warmup_iters=200, lr_warmup_init="5e-07", lr_decay_style="constant")
     assert (found.nodes, found.ranks, found.words["--rollout-num-engines"]) == (1, 8, ["4"])
     assert found.words.keys().isdisjoint(("--grpo-loss", "--micro-batch-size", "--eval-interval", "--tensorboard-dir"))
+    assert any("too long keep their place" in text for text in found.notes)
     assert {"policy.megatron_cfg.*", "grpo.async_grpo.*"} <= set(found.meaningless)
     assert is_named("kl_input_clamp_value = 20.0, kl_output_clamp_value = 10.0: ", found)
     assert is_named("policy.optimizer.kwargs.weight_decay = 0.01: ", found)
@@ -199,6 +203,31 @@ def test_a_grpo_config_comes_to_our_flags_with_what_its_files_and_references_say
         (["data.max_input_seq_length=4096", "policy.generation.max_new_tokens=4096"], {}, "max_new_tokens = 4096, "),
         (["+policy.new_setting=3"], {}, "policy.new_setting = 3: this package has no such setting"),
         (["policy.scheduler=[{name: a.CosineAnnealingLR, kwargs: {T_max: 100}}]"], {"lr_decay_iters": 400}, ""),
+        ([f"{RISE}=7"], {"lr_warmup_iters": 28}, "policy.scheduler.2.milestones = [50]: "),
+        ([f"{RISE}=inf"], {"lr_warmup_iters": 20}, f"{RISE} = inf: "),
+        (["policy.max_grad_norm=null"], {"clip_grad": 0}, ""),
+        ([MEGATRON, "policy.max_grad_norm=3"], {"clip_grad": 0.5}, ""),
+        ([MEGATRON, f"{SCHEDULE}.lr_warmup_iters=2"], {"lr_warmup_iters": 8, "lr_decay_style": "linear"}, ""),
+        ([MEGATRON, f"{SCHEDULE}={{start_weight_decay: 0.2, end_weight_decay: 0.2}}"], {"weight_decay": 0.2}, ""),
+        ([MEGATRON], {"weight_decay": 0.1}, ""),
+        (["grpo.adv_estimator.name=gdpo"], {}, "adv_estimator.normalize_rewards = false: --grpo-advantage gdpo"),
+        (["grpo.adv_estimator.name=gdpo"], {}, "adv_estimator.name = gdpo: NeMo-RL divides by the deviation over an"),
+        (["policy.generation.temperature=$T", "loss_fn.ratio_clip_min=$E"], {"grpo_clamp_eps_lower": "$E"}, ""),
+        (["grpo.dynamic_sampling_max_gen_batches=inf"], {}, "dynamic_sampling_max_gen_batches must"),
+        (["+grpo.stop_at_validation_metric=accuracy"], {}, "grpo.stop_at_validation_metric = accuracy: "),
+        (["+grpo.stop_at_validation_threshold=0.9"], {}, "grpo.stop_at_validation_threshold = 0.9: "),
+        (["+data.train.split_validation_size=0.05"], {}, "data.train.split_validation_size = 0.05: "),
+        (["+data.train.tool_key=tools"], {}, "data.train.tool_key = tools: this package has no such setting"),
+        (
+            ["data.train=[{data_path: a.jsonl, input_key: q}, {data_path: b.jsonl, input_key: q}]"],
+            {"prompts": "a.jsonl b.jsonl", "prompt_key": "q"},
+            "",
+        ),
+        (
+            ["data.validation={data_path: b.jsonl, output_key: other}"],
+            {"answer_key": "solution"},
+            "output_key = solution, other: ",
+        ),
         (["policy.scheduler=[{name: a.StepLR}]"], {"lr_decay_style": "constant"}, "policy.scheduler = StepLR: "),
     ],
 )  # fmt: skip
@@ -208,6 +237,7 @@ def test_a_setting_of_the_command_line_is_carried_over_or_named(
     found = run_translate(tmp_path, GRPO, *overrides)
     assert is_written(found, **written)
     assert not named or is_named(named, found)
+    assert "no such setting" in named or not any("no such setting" in text for text in found.changed)
 
 
 def test_a_distillation_has_its_teacher_and_its_divergence(tmp_path: Path) -> None:
@@ -225,8 +255,8 @@ def test_a_distillation_has_its_teacher_and_its_divergence(tmp_path: Path) -> No
 
 def test_preferences_have_their_schedule_in_pairs_and_no_engines(tmp_path: Path) -> None:
     found = run_translate(tmp_path, DPO)
-    # Each update of pairs is two steps of the schedule there.
-    assert is_written(found, stage="dpo", dpo_beta=0.2, lr_decay_style="cosine", lr_decay_iters=100, lr_warmup_iters=5)
+    # NeMo-RL doubles both the configured counts and an update's step of the schedule, for the responses of a pair.
+    assert is_written(found, stage="dpo", dpo_beta=0.2, lr_decay_style="cosine", lr_decay_iters=200, lr_warmup_iters=10)
     assert is_written(found, min_lr="1.0e-7", pipeline_model_parallel_size=2, tensor_model_parallel_size=4)
     assert is_written(found, recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     assert not any(name.startswith(("--rollout", "--grpo", "--reward")) for name in found.words)
@@ -242,6 +272,16 @@ def test_a_critic_has_its_own_rate_and_its_own_lambda(tmp_path: Path) -> None:
         critic_warmup_iters=5, critic_clip=0.5, grpo_prompts_per_step=32, train_iters=100000,
     )  # fmt: skip
     assert is_named("adv_estimator.normalize_advantages = true: ", found)
+    # Each epoch over an iteration's responses is a step of the schedule there.
+    by_length = ["++ppo.adv_estimator.length_adaptive_alpha=0.05", "~ppo.adv_estimator.gae_lambda_value"]
+    found = run_translate(tmp_path, PPO, *by_length, "ppo.ppo_epochs=2", "ppo.num_prompts_per_step=128")
+    assert is_written(found, gae_length_alpha=0.05, critic_lambda=0.9, lr_warmup_iters=100)
+    assert "--gae-lambda" not in found.words
+
+
+def test_a_demonstration_has_the_columns_of_its_rows(tmp_path: Path) -> None:
+    found = run_translate(tmp_path, SFT, "++data.train.chat_key=chat")
+    assert is_written(found, prompt_key="problem", completion_key="solution", messages_key="chat")
 
 
 def test_teachers_by_name_are_advantages_without_rewards(tmp_path: Path) -> None:
@@ -336,6 +376,11 @@ def test_files_inherit_and_values_refer_to_others(tmp_path: Path) -> None:
     )
     assert (overruled["sum"], overruled["new.key"], overruled["whole"]) == ("18", "[1, 2]", "v")
     assert overruled.keys().isdisjoint(("two.l", "none", "base.f"))
+    listed = read_nemo_config(tmp_path / "c.yaml", ["~rows.0", "rows.0.a=3", "two.l.0=8", "one.x.y=4"])
+    assert (listed["rows.0.a"], listed["two.l"], listed["one.x.y"]) == ("3", "[8]", "4")
+    for override in ("rows.2.a=3", "two.l.x=3", "~rows.a"):
+        with pytest.raises(InputError, match="in a list of"):
+            read_nemo_config(tmp_path / "c.yaml", [override])
 
 
 @pytest.mark.parametrize(
@@ -350,6 +395,8 @@ def test_files_inherit_and_values_refer_to_others(tmp_path: Path) -> None:
         ({"run.yaml": "defaults: b.yaml\n", "b.yaml": "- policy: 1\n"}, "b.yaml must have `key: value` lines"),
         ({"run.yaml": "policy: [1\n"}, "run.yaml is not YAML"),
         ({"run.yaml": "policy: &a {b: *a}\n"}, "run.yaml is not YAML"),
+        ({"run.yaml": "policy: {<<: 3}\n"}, "run.yaml is not YAML"),
+        ({"run.yaml": "policy: {<<: [1, 2]}\n"}, "run.yaml is not YAML"),
         ({"run.yaml": "policy: 3\ngrpo: {seed: 1}\n"}, "run.yaml: policy = 3 must be a section"),
         ({"run.yaml": "policy: {a: 1}\ngrpo: [1, 2]\n"}, "run.yaml: grpo = [1, 2] must be a section"),
         ({"run.yaml": "policy: {a: '${b.c}'}\n"}, "policy.a refers to b.c, which is not known: write policy.a=VALUE"),
