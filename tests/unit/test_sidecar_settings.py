@@ -314,7 +314,7 @@ def test_every_field_of_a_message_comes_back_as_it_was(tmp_path: Path) -> None:
         kind = int if isinstance(flag.convert, IntegerOr) else flag.convert or bool
         value = flag.choices[-1] if flag.choices else values[kind]
         assert value != flag.default
-        fields.setdefault(subject, {})[field] = value if flag.nargs is None else [value, value]
+        fields.setdefault(subject, {})[field] = value if flag.nargs in (None, "?") else [value, value]
     rollout, reward = RolloutConfig(**fields.pop("rollout")), RewardConfig(**fields.pop("reward"))
     environment = EnvironmentConfig(**fields.pop("environment"))
     of_others = {name: value for values in fields.values() for name, value in values.items()}

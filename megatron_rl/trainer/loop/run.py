@@ -117,11 +117,10 @@ def _prepare(settings: RunSettings, startup: Startup, stack: contextlib.ExitStac
     if settings.observe.progress != "none":
         startup.show(sys.stdout)
     sidecar, of_sidecar = None, settings.sidecar
-    # Turns are rehearsed without a device, or without engines that need one.
-    is_rehearsed = settings.rollout.takes_turns and (
-        settings.platform == "cpu" or settings.rollout.engine == "scripted"
-    )
-    is_shared = of_sidecar is not None and of_sidecar.rollout.is_colocated and not is_rehearsed
+    is_shared = of_sidecar is not None and of_sidecar.rollout.is_colocated
+    if of_sidecar is not None and of_sidecar.rollout.takes_turns:
+        # Turns are rehearsed without a device, or without engines that need one.
+        is_shared = settings.platform != "cpu" and of_sidecar.rollout.engine == "vllm"
     memory = importlib.import_module(_RANK_MEMORY) if is_shared else None
     with (memory and memory.begin_count(settings)) or contextlib.nullcontext() as count:
         checked = check_inputs(settings)
