@@ -1,6 +1,7 @@
 """A run that is killed and started again equals the run that was never killed."""
 
 import random
+import re
 import shutil
 import time
 from pathlib import Path
@@ -364,7 +365,7 @@ def test_a_run_with_a_head_that_was_killed_resumes_in_the_same_and_in_another_la
     last = {"train_iters": ITERATIONS + 1, "use_checkpoint_opt_param_scheduler": True}
     with loop.running(whole, 2, words(world, whole, **{**pipeline, **last, "critic": "policy"})) as ranks:
         assert all(ranks.wait(120))
-    assert "does not hold critic.embedding.word_embeddings.weight, which the model has" in ranks.text()
+    assert re.search(r"does not hold critic\.\S+, which the model has", ranks.text())
 
 
 @pytest.mark.slow
