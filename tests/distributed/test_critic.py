@@ -2,15 +2,15 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from tests import hf_models
-from tests.distributed.grpo_trials import Seen
 from tests.distributed.test_grpo_step import Twins, check, remember_twins, run
 from tests.grpo_problem import PLAIN, SEQUENCE, TRUNCATED, Problem, Trial, draw_problem
 from tests.grpo_twin import CRITIC, Judging, Rules, Teaching
@@ -22,18 +22,19 @@ FORMS = {
     "two lambdas, discounted, clipped": {"decay": 0.8, "own_decay": 1.0, "discount": 0.95, "clip": 0.05},
     "lambda by length": {"alpha": 0.15, "own_decay": 1.0},
 }
-OF_LAYOUTS = [
+OF_MODELS = (
     *(("DP2", 2, form) for form in FORMS),
-    *(("TP2", 4, form) for form in FORMS),
     ("TP2+SP", 4, "two lambdas, discounted, clipped"),
     ("PP2", 4, "one lambda"),
-    ("PP2", 4, "lambda by length"),
     ("PP2xVPP2", 4, "two lambdas, discounted, clipped"),
-    ("CP2", 4, "one lambda"),
     ("CP2xPP2", 4, "lambda by length"),
+)
+OF_MODELS_SELDOM = (
+    *(("TP2", 4, form) for form in FORMS),
+    ("PP2", 4, "lambda by length"),
+    ("CP2", 4, "one lambda"),
     ("TP2xPP2", 4, "two lambdas, discounted, clipped"),
-]
-
+)
 OF_HEADS = (
     ("TP2+SP", 4, "two lambdas, discounted, clipped"),
     ("PP2xVPP2", 4, "one lambda"),
@@ -85,8 +86,9 @@ def trials_of(critic: Path | None, layouts: Sequence[tuple[str, int, str]]) -> l
 
 
 @pytest.fixture(scope="module")
-def computed(problem: Problem, critic: Path) -> dict[Trial, list[Seen]]:
-    return run(problem, trials_of(critic, OF_LAYOUTS))
+def computed(problem: Problem, critic: Path):
+    """Run the trials of some layouts together, of critics that are models of their own or heads on the policy."""
+    return functools.cache(lambda layouts, is_head: run(problem, trials_of(None if is_head else critic, layouts)))
 
 
 @pytest.fixture(scope="module")
@@ -94,36 +96,25 @@ def twins(problem: Problem):
     return remember_twins(problem)
 
 
-@pytest.mark.parametrize("number", range(len(OF_LAYOUTS)), ids=lambda number: ", ".join(map(str, OF_LAYOUTS[number])))
-def test_updates_with_a_critic_equal_the_dense_formulas(number, computed, twins, critic) -> None:
-    trial = trials_of(critic, OF_LAYOUTS)[number]
-    check(trial, computed[trial], twins(trial))
-    assert any(name.startswith(CRITIC) for name in computed[trial][0].gradients)
+def list_rows() -> Iterator[Any]:
+    for kind, layouts, marks in (
+        ("model", OF_MODELS, ()),
+        ("model", OF_MODELS_SELDOM, pytest.mark.slow),
+        ("head", OF_HEADS, ()),
+        ("head", OF_HEADS_SELDOM, pytest.mark.slow),
+    ):
+        for number, row in enumerate(layouts):
+            yield pytest.param(kind, layouts, number, marks=marks, id=", ".join(map(str, (kind, *row))))
 
 
-@pytest.fixture(scope="module")
-def computed_with_head(problem: Problem):
-    return functools.cache(lambda layouts: run(problem, trials_of(None, layouts)))
-
-
-def check_head(number: int, layouts: tuple[tuple[str, int, str], ...], computed_with_head, twins) -> None:
-    trial = trials_of(None, layouts)[number]
-    seen = computed_with_head(layouts)[trial]
+@pytest.mark.parametrize(("kind", "layouts", "number"), [*list_rows()])
+def test_updates_with_a_critic_equal_the_dense_formulas(kind, layouts, number, computed, twins, critic) -> None:
+    is_head = kind == "head"
+    trial = trials_of(None if is_head else critic, layouts)[number]
+    seen = computed(layouts, is_head)[trial]
     check(trial, seen, twins(trial))
-    assert f"{CRITIC}score.weight" in seen[0].gradients
-
-
-@pytest.mark.parametrize("number", range(len(OF_HEADS)), ids=lambda number: ", ".join(map(str, OF_HEADS[number])))
-def test_updates_with_a_head_on_the_policy_equal_the_dense_formulas(number, computed_with_head, twins) -> None:
-    check_head(number, OF_HEADS, computed_with_head, twins)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "number", range(len(OF_HEADS_SELDOM)), ids=lambda number: ", ".join(map(str, OF_HEADS_SELDOM[number]))
-)
-def test_a_head_equals_the_dense_formulas_in_all_other_layouts(number, computed_with_head, twins) -> None:
-    check_head(number, OF_HEADS_SELDOM, computed_with_head, twins)
+    assert not is_head or f"{CRITIC}score.weight" in seen[0].gradients
+    assert any(name.startswith(CRITIC) for name in seen[0].gradients)
 
 
 @pytest.mark.slow
@@ -140,6 +131,7 @@ def test_experts_divided_over_ranks_give_a_critic_the_gradients_of_whole_ones(fo
             assert error <= 1e-5 * gradient.abs().max(), name
 
 
+@pytest.mark.slow
 def test_a_critic_trains_beside_a_teacher_and_as_a_mean_over_responses(problem, critic, folder) -> None:
     teacher = hf_models.draw("qwen3", folder / "teacher", seed=3, hidden_size=48)
     rules = dataclasses.replace(rules_of(Judging(critic), SEQUENCE), teaching=Teaching(teacher, "reverse", top_k=5))
