@@ -80,7 +80,7 @@ class SupervisorConfig:
     healthy_seconds: float = 300.0
     """Seconds of life after which an engine's earlier deaths no longer count."""
     takes_turns: bool = False
-    """Whether engines sleep until the first publish, and again once `sleep` is called, until the next one."""
+    """True if engines sleep until the first publish, and again once `sleep` is called, until the next one."""
     lost_seconds: float = 900.0
     """Seconds for which groups wait while no engine is READY."""
     deadlines: StepDeadlines = StepDeadlines()

@@ -66,6 +66,10 @@ class DeviceTurns:
         It is not torch's memory for copies, which has a power of two of bytes.
         """
         key = storage._cdata
+        known = self._buffers.get(key)
+        if known is not None and len(known) != storage.nbytes():
+            # Another storage is where one was that has been freed.
+            self._platform.page_unlock(self._buffers.pop(key))
         if key not in self._buffers:
             self._buffers[key] = torch.empty(storage.nbytes(), dtype=torch.uint8)
             if reason := self._platform.page_lock(self._buffers[key]):
