@@ -6,6 +6,9 @@ import enum
 MKL_MODE = {"MKL_CBWR": "AUTO,STRICT"}
 """The variable of MKL's reproducible mode: sums of a product in fp32 have one order, with any number of threads."""
 
+SAMPLED = ("grpo", "serve")
+"""The stages with engines, which sample from what is trained."""
+
 
 class RopeKind(enum.StrEnum):
     """The supported ways to scale rotary frequencies, under Hugging Face's names."""

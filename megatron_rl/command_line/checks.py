@@ -18,6 +18,7 @@ from megatron_rl.command_line.model_checks import CP, EP, ETP, MODEL_CHECKS, PP,
 from megatron_rl.config.rollout import PublishConfig
 from megatron_rl.config.settings import DraftSettings, Settings, Subjects
 from megatron_rl.flag import derive_flags
+from megatron_rl.shared.protocol.hosts import parse_place
 from megatron_rl.shared.protocol.probe import can_hold
 from megatron_rl.types import Architecture, Experts
 from megatron_rl.versions import find_engine_refusal
@@ -27,6 +28,7 @@ _STAGES: Mapping[str, str] = {
     "grpo": "--stage grpo, which samples responses",
     "sft": "--stage sft, which reads responses",
     "dpo": "--stage dpo, which reads pairs of responses",
+    "serve": "--stage serve, which trains as clients ask",
 }
 # Subjects about sampling, each with the fields that the other stages read too.
 _READ_BY_ALL: Mapping[str, tuple[str, ...]] = {
@@ -69,8 +71,9 @@ def check_settings(settings: DraftSettings) -> Iterator[str]:
         check_algorithm, _check_curriculum, _check_agents, _check_endpoint, _check_proof, _check_way, _check_deliveries,
         _check_replay,
     )  # fmt: skip
+    of_service = (_check_endpoint, _check_proof, _check_way, _check_deliveries, _check_service)
     of_training = (_check_batches, _check_optimizer, _check_schedule, _check_checkpoint)
-    of_stage = {"grpo": of_sampling, "sft": (), "dpo": (_check_preference,)}[settings.run.stage]
+    of_stage = {"grpo": of_sampling, "sft": (), "dpo": (_check_preference,), "serve": of_service}[settings.run.stage]
     for check in (*of_all, *of_stage, *of_training):
         yield from check(settings)
 
@@ -245,6 +248,19 @@ def _check_checkpoint(settings: DraftSettings) -> Iterator[str]:
             f"--save and --save-hf are both {save}, where folders of iterations would have the same names: write "
             "another --save-hf"
         )
+
+
+def _check_service(settings: DraftSettings) -> Iterator[str]:
+    """Yield each mistake in the settings of a service."""
+    serve, rollout = settings.serve, settings.rollout
+    if parse_place(serve.listen) is None:
+        yield f"--serve-listen {serve.listen} must be HOST:PORT: write 127.0.0.1:0, or another address"
+    if serve.keys_file is not None and not serve.keys_file.is_file():
+        yield f"--serve-keys-file {serve.keys_file} is not a file: write one with a key in each line"
+    if settings.service.endpoint is not None:
+        yield "--rollout-endpoint needs --stage grpo: a service starts engines of its own; drop it"
+    if rollout.hosts is not None or rollout.is_colocated or rollout.replay_routing:
+        yield "--rollout-hosts, --rollout-colocate and --rollout-replay-routing need --stage grpo: drop them"
 
 
 def _check_endpoint(settings: DraftSettings) -> Iterator[str]:
@@ -423,8 +439,11 @@ def _find_readers() -> dict[str, tuple[str, ...]]:
         if field.name not in kept
     ]
     readers: dict[str, tuple[str, ...]] = dict.fromkeys((*of_sampling, *_join(_OF_SAMPLING)), ("grpo",))
+    of_service = [field for field in readers if field.startswith(("rollout.", "publish.", "service."))]
+    readers |= dict.fromkeys([*of_service, "attention.times"], ("grpo", "serve"))
     readers |= dict.fromkeys(_join(_OF_DEMONSTRATIONS), ("sft",))
     readers |= dict.fromkeys(_join(_OF_PAIRS), ("dpo",))
+    readers |= {f"serve.{field.name}": ("serve",) for field in dataclasses.fields(configs["serve"])}
     return readers | dict.fromkeys(_SAMPLING_AND_PAIRS, ("grpo", "dpo"))
 
 

@@ -295,7 +295,7 @@ def describe_own_files(settings: DraftSettings) -> dict[str, str]:
 
 def describe_objective(settings: DraftSettings) -> dict[str, str]:
     """Map each flag of the objective to its value, and each file that they name to its hash."""
-    if settings.run.stage == "sft":
+    if settings.run.stage in ("sft", "serve"):
         return {}
     if settings.run.stage == "dpo":
         flags = derive_flags(type(settings.preference), "preference")

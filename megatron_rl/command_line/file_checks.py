@@ -25,6 +25,10 @@ def find_problems(settings: DraftSettings) -> Iterator[str]:
 
 def find_data_problems(config: DataConfig, stage: str) -> Iterator[str]:
     """Yield each mistake in the flags and paths of this stage. No file is read: its reader reports its mistakes."""
+    if stage == "serve":
+        if config.prompts or config.eval_prompts:
+            yield "--prompts and --eval-prompts need another --stage: clients send their data; drop them"
+        return
     if not config.prompts:
         yield "--prompts is missing: write one FILE.jsonl or FILE.parquet, or several"
     if config.held_out < 0:

@@ -50,7 +50,7 @@ def _check_architecture(settings: DraftSettings, model: Architecture) -> Iterato
 def _check_engines(settings: DraftSettings, model: Architecture) -> Iterator[str]:
     """Yield the properties of the model that vLLM would not read: the policy would not be the one that is sampled."""
     fix = find_family(model.family).fix_in_engines if model.family else None
-    if settings.run.stage != "grpo" or fix is None:
+    if not settings.run.is_sampled or fix is None:
         return
     fixed = fix(model)
     others = [

@@ -24,6 +24,7 @@ from megatron_rl.shared.device_memory import (
     read_engine_needs,
 )
 from megatron_rl.sidecar.vllm.flags import is_divided_by_user, read_share
+from megatron_rl.types import SAMPLED
 
 # Beyond these a device computes no faster: a Qwen3 of 0.6 B made 52,300 tokens/s on an H200 with packs of 35k tokens
 # (44,300 with 9k), and larger models fill a device with fewer.
@@ -117,7 +118,7 @@ def describe_pack(pack: Chosen, device: int, room: int, group_size: int, stage: 
 def count_room(device: int, rank: RankMemory, look_up: LookUp, is_served_elsewhere: bool) -> int:
     """Count the bytes that a rank may be counted to need; an engine on the same device gets its part first."""
     fixed, vllm_args = rank.estimate(Micro(0, 1)).total, look_up("rollout.vllm_args")
-    if look_up("run.stage") != "grpo" or look_up("rollout.colocate") == "off" or is_served_elsewhere:
+    if look_up("run.stage") not in SAMPLED or look_up("rollout.colocate") == "off" or is_served_elsewhere:
         return device_memory.count_room(device, fixed)
     if look_up("rollout.colocate") == "sleep":
         return device_memory.count_room_beside_sleeper(device)

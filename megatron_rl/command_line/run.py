@@ -72,8 +72,8 @@ class RunSettings(Settings):
 
     @property
     def num_updates(self) -> int:
-        assert self.training.train_iters is not None
-        return self.training.train_iters * self.sizes.plan.num_updates
+        # A service has no last update.
+        return (self.training.train_iters or 1) * self.sizes.plan.num_updates
 
 
 def resolve_run(settings: DraftSettings) -> tuple[dict[str, Any] | None, list[str], Iterator[str]]:
@@ -86,10 +86,10 @@ def resolve_run(settings: DraftSettings) -> tuple[dict[str, Any] | None, list[st
         # Too few ranks are a problem of their own.
         replicas = max(1, settings.world_size // settings.parallel_sizes.model)
     sizes, of_sizes = resolve_sizes(settings, replicas)
-    problems = []
-    if settings.training.train_iters is None:
+    problems, is_served = [], settings.run.stage == "serve"
+    if settings.training.train_iters is None and not is_served:
         problems.append("--train-iters is missing: write the number of iterations")
-    if settings.optimizer.lr is None:
+    if settings.optimizer.lr is None and not is_served:
         problems.append("--lr is missing: training needs a learning rate")
     problems += of_sizes
     folder = None
@@ -98,7 +98,7 @@ def resolve_run(settings: DraftSettings) -> tuple[dict[str, Any] | None, list[st
     except UsageError as error:
         problems += error.problems
     cores = _share_cores(settings)
-    has_sidecar = settings.run.stage == "grpo" and settings.service.endpoint is None
+    has_sidecar = settings.run.is_sampled and settings.service.endpoint is None
     sidecar = resolve_for_run(settings, folder, cores, _count_local_ranks(settings)) if has_sidecar else None
     of_host = _check_host(settings, sizes, sidecar)
     if sizes is None or folder is None:
@@ -109,7 +109,7 @@ def resolve_run(settings: DraftSettings) -> tuple[dict[str, Any] | None, list[st
 def _check_host(settings: DraftSettings, sizes: Sizes | None, sidecar: SidecarSettings | None) -> Iterator[str]:
     """Yield each mistake in files, in folders and in the needs of the sidecar, which other hosts need not have."""
     yield from file_checks.find_problems(settings)
-    if settings.run.stage != "grpo":
+    if not settings.run.is_sampled:
         return
     longest = None if sizes is None else sizes.longest_prompt + sizes.longest_response
     yield from check_sidecar(settings, sidecar, longest)
@@ -121,7 +121,7 @@ def _share_cores(settings: DraftSettings) -> CoreShares:
     """Divide this host's cores, if ranks or the engines of the run's own sidecar compute on them."""
     rollout, is_cpu = settings.rollout, settings.platform == "cpu"
     num_ranks = _count_local_ranks(settings) if is_cpu else 0
-    is_started = settings.run.stage == "grpo" and settings.service.endpoint is None
+    is_started = settings.run.is_sampled and settings.service.endpoint is None
     has_engines = is_cpu and is_started and rollout.engine == "vllm"
     num_workers = rollout.num_engines * rollout.tensor_parallel_size if has_engines else 0
     return share_cores(count_cores(), num_ranks, num_workers, rollout.num_threads if has_engines else None)
@@ -177,8 +177,15 @@ def _check_most_tokens(settings: DraftSettings, sizes: Sizes, parts: str, flags:
 
 
 def _resolve_demonstrations(settings: DraftSettings, num_replicas: int | None) -> tuple[Sizes | None, list[str]]:
-    """Resolve sizes for stages that read responses: a row counts as a group of one response, prompt included."""
+    """Resolve sizes for stages that read responses: a row counts as a group of one response, prompt included.
+
+    A service takes rows as they come; its sizes are those of a micro-batch in each replica.
+    """
     training = settings.training
+    if settings.run.stage == "serve":
+        whole = training.micro_batch_size * (num_replicas or 1)
+        training = dataclasses.replace(training, global_batch_size=whole, train_iters=None)
+        settings = dataclasses.replace(settings, training=training)
     problems = [*_check_model(settings)]
     items = "pairs" if settings.run.stage == "dpo" else "demonstrations"
     if settings.run.stage == "dpo":

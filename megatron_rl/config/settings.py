@@ -15,6 +15,7 @@ from megatron_rl.config.rollout import (
     SamplingConfig,
     ServiceConfig,
 )
+from megatron_rl.config.serve import ServeConfig
 from megatron_rl.config.trainer import (
     AttentionConfig,
     CheckpointConfig,
@@ -55,6 +56,7 @@ class Subjects:
     loop: LoopConfig = LoopConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     observe: ObserveConfig = ObserveConfig()
+    serve: ServeConfig = ServeConfig()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,21 +10,28 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_rl.flag import megatron_flag, own_flag
+from megatron_rl.types import SAMPLED
 
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
     """The stage of the run, and its kind of device."""
 
-    stage: Literal["grpo", "sft", "dpo"] = own_flag(
+    stage: Literal["grpo", "sft", "dpo", "serve"] = own_flag(
         "grpo",
-        "Train on responses that the policy samples, (supervised fine-tuning) on responses in the data, or (direct "
-        "preference optimization) on pairs of responses in the data, of which one was preferred.",
+        "Train on responses that the policy samples, (supervised fine-tuning) on responses in the data, (direct "
+        "preference optimization) on pairs of responses in the data, of which one was preferred, or (`serve`) as "
+        "clients of Tinker's interface ask.",
     )
     platform: Literal["auto", "cpu", "cuda", "npu"] = own_flag(
         "auto", "The kind of device; `auto` selects the best of this machine."
     )
     print_config: bool = own_flag(False, "Print every value and where it came from, then exit.")
+
+    @property
+    def is_sampled(self) -> bool:
+        """Check whether engines sample from what is trained."""
+        return self.stage in SAMPLED
 
 
 @dataclasses.dataclass(frozen=True)

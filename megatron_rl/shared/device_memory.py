@@ -30,7 +30,7 @@ from megatron_rl.errors import UsageError
 from megatron_rl.shared.protocol.wire import BUFFER_BYTES, NUM_BUFFERS
 from megatron_rl.shared.weights.families import read_architecture
 from megatron_rl.shared.weights.mapping import Mapping, TensorSpec
-from megatron_rl.types import Architecture
+from megatron_rl.types import SAMPLED, Architecture
 
 GIB = 1 << 30
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -323,7 +323,7 @@ def _count_kept_of_attention(architecture: Architecture, item: int) -> float:
 
 def read_rank_memory(look_up: LookUp, architecture: Architecture, replicas: int) -> RankMemory:
     """Return the values of a run's settings that decide a rank's memory."""
-    is_sampled, rank = look_up("run.stage") == "grpo", look_up("lora.rank")
+    is_sampled, rank = look_up("run.stage") in SAMPLED, look_up("lora.rank")
     parameter = of_critic = read_parameter_bytes(look_up)
     teachers = [*name_teachers(look_up("algorithm.teacher")).values()]
     teachers += [Path(word.partition("=")[2]) for word in look_up("algorithm.roles") or ()]

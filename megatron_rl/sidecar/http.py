@@ -70,6 +70,11 @@ async def _body(request: Request, kind: type[T]) -> T:
     return wire.decode(bytes(data), kind)
 
 
+def renew_lease(service: RolloutService, request: Request) -> None:
+    """Renew the lease that a request names; raise an error if it is not held."""
+    service.renew_lease(_read_lease(request))
+
+
 def _read_lease(request: Request) -> int:
     text = request.headers.get("x-lease", "")
     if not text.isdigit():

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import os
@@ -30,7 +31,7 @@ from megatron_rl.sidecar.engines.scripted import ScriptedFactory, read_script
 from megatron_rl.sidecar.evaluation import Measure, measure_nothing
 from megatron_rl.sidecar.group_maker import NoScorer, PoolScorer
 from megatron_rl.sidecar.hosts import find_secrets
-from megatron_rl.sidecar.http import build_application
+from megatron_rl.sidecar.http import build_application, renew_lease
 from megatron_rl.sidecar.in_flight.control import Pacer
 from megatron_rl.sidecar.launcher import LocalLauncher
 from megatron_rl.sidecar.members import EngineFactory, cancel
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from megatron_rl.sidecar.hosts.membership import OtherHosts
     from megatron_rl.sidecar.teachers import Teachers
     from megatron_rl.sidecar.user_environments import UserRollouts
+    from megatron_rl.tinker.ranks import Ranks
 
 TOKEN_FILE = "token"
 ADDRESS_FILE = "address"
@@ -151,12 +153,17 @@ async def run(settings: SidecarSettings) -> None:
             teachers,
         )
         stack.push_async_callback(service.close)
+        ranks = None
+        if settings.serve is not None:
+            ranks = await load_part("tinker").open_front(settings, supervisor, made[starting.TOKENIZER], stack)
         loop.add_signal_handler(signal.SIGUSR1, lambda: print(json.dumps(service.status(), indent=2), file=sys.stderr))
         with leaving_out_what_exists():
-            await _serve(service, settings, ended)
+            await _serve(service, settings, ended, ranks)
 
 
-async def _serve(service: RolloutService, settings: SidecarSettings, ended: asyncio.Event) -> None:
+async def _serve(
+    service: RolloutService, settings: SidecarSettings, ended: asyncio.Event, ranks: "Ranks | None" = None
+) -> None:
     folder = settings.folder
     listener = open_listener(*settings.address)
     address = find_url(listener)
@@ -164,8 +171,11 @@ async def _serve(service: RolloutService, settings: SidecarSettings, ended: asyn
     token = _token(folder)
     write_private(folder / ADDRESS_FILE, f"{address}\n".encode())
     _log.info("serving run %s at %s; its token is in %s", settings.run, address, folder / TOKEN_FILE)
+    application = build_application(service, token, ended.set)
+    if ranks is not None:
+        load_part("tinker").add_work_routes(application, ranks, functools.partial(renew_lease, service))
     try:
-        await serve(build_application(service, token, ended.set), listener=listener, until=ended)
+        await serve(application, listener=listener, until=ended)
     finally:
         (folder / ADDRESS_FILE).unlink(missing_ok=True)
 

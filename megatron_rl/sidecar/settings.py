@@ -16,6 +16,7 @@ import msgspec
 from megatron_rl.algorithm.settings import AlgorithmConfig, name_teachers
 from megatron_rl.config import hardware
 from megatron_rl.config.hardware import CoreShares
+from megatron_rl.config.serve import ServeConfig
 from megatron_rl.config.settings import (
     DraftSettings,
     EnvironmentConfig,
@@ -97,6 +98,9 @@ class SidecarSettings:
     """The family of the model as FILE.py:NAME; None for one of this package's."""
     eval_command: str | None = None
     teacher: list[str] | None = None
+    lora_rank: int = 0
+    serve: ServeConfig | None = None
+    """The settings of Tinker's interface; None if a run trains."""
 
     def read_architecture(self) -> Architecture | None:
         """Read the architecture in --hf-model; None if there is none."""
@@ -176,8 +180,10 @@ def resolve_for_run(settings: DraftSettings, folder: Path | None, cores: CoreSha
         trace=settings.observe.trace,
         eval_command=settings.evaluation.eval_command,
         teacher=settings.algorithm.teacher,
-        needs_rewards=settings.algorithm.advantage != "none",
-        tries_rewards=True,
+        needs_rewards=settings.algorithm.advantage != "none" and settings.run.stage == "grpo",
+        tries_rewards=settings.run.stage == "grpo",
+        lora_rank=settings.lora.rank,
+        serve=settings.serve if settings.run.stage == "serve" else None,
     )
     return pick_devices(sidecar, num_ranks)
 

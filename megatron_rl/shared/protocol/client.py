@@ -173,6 +173,13 @@ class RolloutClient(contextlib.AbstractContextManager["RolloutClient"]):
         content = wire.encode(wire.Trained(version=version, mismatch=mismatch))
         self._call("POST", f"/v1/iterations/{version}/refuse", content=content)
 
+    def take_work(self, seconds: float) -> bytes | None:
+        """Wait for the next work that clients of Tinker's interface have for the ranks; None if none comes in time."""
+        return self._poll("/v1/work", seconds)
+
+    def give_result(self, number: int, result: bytes) -> None:
+        self._call("POST", f"/v1/work/{number}", content=result)
+
     def status(self) -> dict[str, Any]:
         """Return the state of the sidecar, its engines and the requests that wait."""
         return self._call("GET", "/v1/status").json()

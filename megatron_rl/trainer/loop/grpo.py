@@ -143,7 +143,7 @@ def build_grpo(
     """Build the stage. Only rank 0 has prompts and, if it started one, a sidecar, which starts up meanwhile."""
     settings = rank.settings
     advantages = GroupAdvantages(settings.algorithm, find_weights(settings.reward))
-    client = _connect(rank, sidecar)
+    client = connect(rank, sidecar)
     rank.startup.end_part("waiting for engines")
     log = open_log(rank, start.version, client, advantages)
     num_updates = settings.sizes.plan.num_updates
@@ -153,7 +153,7 @@ def build_grpo(
         frozen = [chunk for other in others.values() for chunk in other.chunks]
         trained = [policy] if critic is None else [policy, critic]
         turns = importlib.import_module(_DEVICE_TURNS).DeviceTurns(rank.session, trained, [*frozen, *roles.kept])
-    publisher = _build_publisher(rank, policy, client, turns)
+    publisher = build_publisher(rank, policy, client, turns)
     rank.stack.callback(publisher.close)
     weights = name_weights(others, critic, settings.served)
     return GrpoStage(
@@ -183,7 +183,7 @@ def wait_for_engines(settings: RunSettings, session: Session, sidecar: OwnSideca
     return session.run_on_first(find)
 
 
-def _connect(rank: Rank, sidecar: OwnSidecar | None) -> RolloutClient:
+def connect(rank: Rank, sidecar: OwnSidecar | None) -> RolloutClient:
     """Wait for the sidecar and take it for this run."""
     settings, session = rank.settings, rank.session
     address = wait_for_engines(settings, session, sidecar)
@@ -192,7 +192,7 @@ def _connect(rank: Rank, sidecar: OwnSidecar | None) -> RolloutClient:
     return client
 
 
-def _build_publisher(rank: Rank, policy: Policy, client: RolloutClient, turns: "DeviceTurns | None") -> Publisher:
+def build_publisher(rank: Rank, policy: Policy, client: RolloutClient, turns: "DeviceTurns | None") -> Publisher:
     settings, session = rank.settings, rank.session
     receiver = client if session.rank == 0 else None
     publish, sizes = settings.publish, settings.sizes

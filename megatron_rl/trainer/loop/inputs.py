@@ -77,6 +77,8 @@ def check_inputs(settings: RunSettings) -> CheckedInputs:
         teachers += name_teachers(settings.algorithm.teacher, are_served=True)
         importlib.import_module(_TEACHER).check_choices(teachers, rows.trained)
     _check_weights(settings)
+    if settings.run.stage == "serve":
+        return CheckedInputs(None, (), is_finished=False)
     check_save_folder(settings)
     check_loaded_stage(settings)
     check_loaded_schedule(settings, settings.num_updates)
@@ -91,7 +93,9 @@ def check_inputs(settings: RunSettings) -> CheckedInputs:
 
 
 def load_inputs(settings: RunSettings, checked: CheckedInputs, startup: Startup) -> Inputs:
-    """Tokenize the data."""
+    """Tokenize the data; clients of a service send theirs."""
+    if settings.run.stage == "serve":
+        return Inputs(notes=settings.notes)
     name = {"grpo": "prompts", "sft": "demonstrations", "dpo": "pairs"}[settings.run.stage]
     startup.say(f"{name}: they are read and tokenized")
     model, sizes = settings.model.hf_model, settings.sizes

@@ -39,7 +39,7 @@ from megatron_rl.trainer.loop.rank import STAND_ALONE, Rank, Recipe, print_note
 from megatron_rl.trainer.loop.rollouts import SCHEDULES, Schedule
 from megatron_rl.trainer.loop.saver import Saver
 from megatron_rl.trainer.loop.stop import Course, StopRequest
-from megatron_rl.trainer.loop.trainer import Stage, Trainer
+from megatron_rl.trainer.loop.trainer import Loop, Stage, Trainer
 from megatron_rl.trainer.loop.watch import Watch, meets_in_an_agent
 from megatron_rl.trainer.mcore.model.gpt import INVARIANT, build_model
 from megatron_rl.trainer.mcore.session import Session, start_session
@@ -54,9 +54,10 @@ from megatron_rl.trainer.mcore.step.policy import (
 )
 from megatron_rl.trainer.mcore.step.roles import CRITIC_MODULE
 
-# Modules that only some runs import, besides a critic's: of the stages that read responses, of --rollout-colocate and
-# of --weights-bridge.
+# Modules that only some runs import, besides a critic's: of the stages that read responses and of the one that serves,
+# of --rollout-colocate and of --weights-bridge.
 _SUPERVISED = "megatron_rl.trainer.loop.supervised"
+_SERVED = "megatron_rl.tinker.worker"
 _SETTLING = "megatron_rl.trainer.loop.settling"
 _RANK_MEMORY = "megatron_rl.trainer.loop.rank_memory"
 _BRIDGE = "megatron_rl.trainer.mcore.bridge"
@@ -85,12 +86,12 @@ def train(
             path = settings.folder / run_folder.WARNINGS_FILE
             stack.enter_context(keep_warnings(path, print_note if is_first else lambda text: None))
         inputs, sidecar = _prepare(settings, startup, stack) if is_first else (Inputs(), None)
-        trainer = None
+        trainer: Loop | None = None
         with watch, room_checked(*_list_written(settings)), contextlib.ExitStack() as parts:
             with contextlib.nullcontext() if sidecar is None else sidecar.reported(watch.fail, startup.say):
                 # A rank waits for engines to start, and then for an iteration's last group.
                 minutes = settings.rollout.start_minutes + settings.service.deadline_minutes
-                waiting = datetime.timedelta(minutes=minutes if settings.run.stage == "grpo" else 0)
+                waiting = datetime.timedelta(minutes=minutes if settings.run.is_sampled else 0)
                 session = start_session(settings, waiting, functools.partial(meet, watch))
                 startup.end_part("process groups")
                 check_agreement(session.gather(settings.training.micro_batch_size))
@@ -102,7 +103,10 @@ def train(
                         startup.end_part("waiting for engines")
                     settings = _prepare_device(settings, session, startup)
                     rank = Rank(settings, session, recipe or STAND_ALONE, startup, parts)
-                    trainer = build_trainer(rank, inputs, sidecar, stop, schedule)
+                    if settings.run.stage == "serve":
+                        trainer = importlib.import_module(_SERVED).build_worker(rank, sidecar, stop)
+                    else:
+                        trainer = build_trainer(rank, inputs, sidecar, stop, schedule)
             if trainer is not None:
                 _train(settings, trainer, watch, stop, sidecar)
         session.close()
@@ -136,8 +140,8 @@ def _prepare(settings: RunSettings, startup: Startup, stack: contextlib.ExitStac
     for note in inputs.notes:
         print_note(note)
     if sidecar is not None:
-        assert inputs.prompts is not None
-        sidecar.try_rewards(inputs.prompts.list_kinds())
+        if inputs.prompts is not None:
+            sidecar.try_rewards(inputs.prompts.list_kinds())
     startup.end_part("data")
     return inputs, sidecar
 
@@ -145,7 +149,7 @@ def _prepare(settings: RunSettings, startup: Startup, stack: contextlib.ExitStac
 def _list_written(settings: RunSettings) -> list[Path]:
     """Return the folders that a run writes to."""
     written = [settings.folder, settings.observe.tensorboard_dir, *settings.checkpoint.written.values()]
-    if settings.rollout.transport == "shm" and settings.run.stage == "grpo":
+    if settings.rollout.transport == "shm" and settings.run.is_sampled:
         written.append(find_shared_folder(settings))
     return [folder for folder in written if folder is not None]
 
@@ -203,18 +207,18 @@ def _try_main_gradients(settings: Settings, device: torch.device) -> None:
 
 
 def _train(
-    settings: RunSettings, trainer: Trainer, watch: Watch, stop: StopRequest, sidecar: OwnSidecar | None
+    settings: RunSettings, trainer: Loop, watch: Watch, stop: StopRequest, sidecar: OwnSidecar | None
 ) -> None:
     places = RankPlaces(settings.folder) if watch.rank == 0 else None
     watch.follow(trainer, 60.0 * settings.distributed.distributed_timeout_minutes, places)
     watched: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if sidecar is not None:
         # When it ends, all ranks end, but a checkpoint that is being saved is finished first.
-        watched = sidecar.watched(watch.fail, is_busy=lambda: trainer.place[1] == "save")
+        watched = sidecar.watched(watch.fail, is_busy=lambda: trainer.is_saving)
     with watched, leaving_out_what_exists():
         trainer.train()
     stop.over()
-    if watch.rank == 0:
+    if watch.rank == 0 and isinstance(trainer, Trainer):
         _print_summary(settings, trainer)
 
 

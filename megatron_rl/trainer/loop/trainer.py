@@ -47,7 +47,20 @@ class Stage(abc.ABC):
         """Release what must not outlive the process; a second call does nothing."""
 
 
-class Trainer(Followed):
+class Loop(Followed):
+    """The loop of a rank: a run's, or a service's."""
+
+    @property
+    def is_saving(self) -> bool:
+        """Check whether a checkpoint is being written, which an end of the sidecar lets finish."""
+        return self.place[1] == "save"
+
+    @abc.abstractmethod
+    def train(self) -> int:
+        """Run to the end; return the version reached."""
+
+
+class Trainer(Loop):
     """One rank of the run. Version v is the model after v iterations."""
 
     def __init__(self, session: Session, stage: Stage, saver: Saver, course: Course) -> None:

@@ -118,7 +118,7 @@ def _count_stage(settings: Settings, work: Workload, pack: Pack, stage: int) -> 
     layers = 2 * own.weights // max(1, sum(len(chunk.decoder.layers) for chunk in chunks)) if num_frozen else 0
     for weights, of_two_layers in of_teachers:
         frozen, layers = frozen + weights, max(layers, of_two_layers)
-    is_published, is_shared = settings.run.stage == "grpo", settings.rollout.transport == "shm"
+    is_published, is_shared = settings.run.is_sampled, settings.rollout.transport == "shm"
     dtype = DTYPES[settings.publish.dtype or settings.architecture.dtype]
     num_parameters = sum(parameter.numel() for parameter in parameters)
     num_published = _count_published(settings, parameters)

@@ -1,0 +1,480 @@
+"""The front of a service: its sessions, models, samplers and checkpoints, and what their requests do.
+
+Whoever has a key sees what was made with it, and nothing else. A model is `SESSION:train:N`, a sampler
+`SESSION:sample:N`, and a checkpoint `tinker://MODEL/KIND/NAME`, a folder below `models` of the service's folder.
+"""
+
+import dataclasses
+import datetime
+import hashlib
+import itertools
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from megatron_rl.errors import InputError, MegatronRLError
+from megatron_rl.shared.protocol.wire import Response, decode_tokens
+from megatron_rl.shared.records.append_file import make_private_folder, write_private
+from megatron_rl.sidecar.group_maker import Samplers
+from megatron_rl.tinker import protobuf, sampling, work
+from megatron_rl.tinker.futures import Answer, Future, Futures, Order, to_json
+from megatron_rl.tinker.losses import LOSSES
+from megatron_rl.tinker.provenance import Bearer, Sampled, SequenceRecord
+from megatron_rl.tinker.ranks import Ranks
+
+TRAINING, SAMPLER = "weights", "sampler_weights"
+_KINDS = {TRAINING: "training", SAMPLER: "sampler"}
+_SCHEME = "tinker://"
+_MOST_UNNAMED = 4
+"""The unnamed weights of a model that are kept for samplers."""
+_META = "tinker.json"
+
+
+class NotFound(MegatronRLError):
+    """Something that is not there, or that another key made."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """The model that a service has, and its limits."""
+
+    base_model: str
+    folder: Path
+    longest: int
+    lora_rank: int
+    most_models: int
+    needs_provenance: bool
+    decode: sampling.Decode
+
+
+@dataclasses.dataclass
+class Session:
+    identity: str
+    owner: str
+    models: dict[int, Future] = dataclasses.field(default_factory=dict)
+    samplers: dict[int, "Sampler"] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class Model:
+    identity: str
+    owner: str
+    order: Order
+    metadata: Any = None
+    num_steps: int = 0
+    touched: float = dataclasses.field(default_factory=time.time)
+    unnamed: list[str] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass
+class Sampler:
+    """Weights that a client samples from: those kept under the name, or the base's."""
+
+    identity: str
+    owner: str
+    name: str | None = None
+    model: str | None = None
+    num_steps: int = 0
+    path: str | None = None
+    requests: dict[int, tuple[Future, list[str]]] = dataclasses.field(default_factory=dict)
+
+
+class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
+    path: str
+    model: str
+    owner: str
+    kind: str
+    base_model: str
+    lora_rank: int
+    num_steps: int
+    time: float
+    expires: float | None = None
+    metadata: Any = None
+
+
+class Front:
+    def __init__(self, served: Served, ranks: Ranks, engines: Samplers, record: SequenceRecord) -> None:
+        self.served = served
+        self.ranks = ranks
+        self.futures = Futures()
+        self._engines = engines
+        self._record = record
+        self._turns = sampling.WeightTurns(ranks)
+        self._sessions: dict[str, Session] = {}
+        self._by_idempotency: dict[tuple[str, str], str] = {}
+        self._models: dict[str, Model] = {}
+        self._samplers: dict[str, Sampler] = {}
+        self._kept = itertools.count()
+        self._mark = secrets.token_hex(3)
+        self._folder = served.folder / "models"
+        make_private_folder(self._folder)
+
+    def create_session(self, owner: str, idempotency: str) -> str:
+        key = owner, idempotency
+        if not idempotency or key not in self._by_idempotency:
+            identity = f"{secrets.token_hex(8)}"
+            self._sessions[identity] = Session(identity, owner)
+            self._by_idempotency[key] = identity
+        return self._by_idempotency[key]
+
+    def find_session(self, identity: str, owner: str) -> Session:
+        return _find(self._sessions, identity, owner, "session")
+
+    def find_model(self, identity: str, owner: str) -> Model:
+        model = _find(self._models, identity, owner, "model")
+        model.touched = time.time()
+        return model
+
+    def find_sampler(self, identity: str, owner: str) -> Sampler:
+        return _find(self._samplers, identity, owner, "sampler")
+
+    def list_models(self, owner: str) -> list[Model]:
+        return [one for one in self._models.values() if one.owner == owner]
+
+    def check_base(self, name: str) -> None:
+        if name != self.served.base_model:
+            raise InputError(
+                f"the base model {name!r} is not served; {self.served.base_model!r} is, and --serve-base-model names it"
+            )
+
+    # Models
+
+    def create_model(self, session: Session, number: int, lora: Mapping[str, Any] | None, metadata: Any) -> Future:
+        seed = (lora or {}).get("seed")
+
+        async def create(model: Model) -> None:
+            self._check_adapters(lora)
+            await self.ranks.do(work.Create(model=model.identity, seed=0 if seed is None else int(seed)))
+
+        return self._begin_model(session, number, metadata, create)
+
+    def load_model(self, session: Session, number: int, path: str, has_optimizer: bool, metadata: Any) -> Future:
+        async def load(model: Model) -> None:
+            await self._load(model, path, has_optimizer)
+
+        return self._begin_model(session, number, metadata, load)
+
+    def _begin_model(self, session: Session, number: int, metadata: Any, make: Callable[[Model], Any]) -> Future:
+        if number not in session.models:
+            identity = f"{session.identity}:train:{number}"
+            model = Model(identity, session.owner, Order(self.futures, session.owner), metadata)
+
+            async def perform() -> Answer:
+                if len(self._models) >= self.served.most_models:
+                    oldest = min(self._models.values(), key=lambda one: one.touched)
+                    raise InputError(
+                        f"{len(self._models)} models are trained here, and --serve-most-models allows no more; the one "
+                        f"that was used least lately is {oldest.identity}: save it, and end its session"
+                    )
+                self._models[identity] = model
+                try:
+                    await make(model)
+                except BaseException:
+                    del self._models[identity]
+                    raise
+                return to_json({"model_id": identity, "path": None})
+
+            session.models[number] = self.futures.begin(session.owner, perform)
+        return session.models[number]
+
+    def _check_adapters(self, lora: Mapping[str, Any] | None) -> None:
+        wanted, own = (lora or {}).get("rank"), self.served.lora_rank
+        if own and wanted is None:
+            raise InputError(f"this service trains adapters of rank {own}: ask for them, or start it without --lora-rank")
+        if wanted is not None and wanted != own:
+            has = f"adapters of rank {own}" if own else "all weights"
+            raise InputError(
+                f"adapters of rank {wanted} are asked for, and this service trains {has}: ask for that, or start it "
+                f"with --lora-rank {wanted}"
+            )
+        parts = {name: (lora or {}).get(name, True) for name in ("train_mlp", "train_attn")}
+        if not all(parts.values()):
+            raise InputError(f"{', '.join(parts)} must be true: --lora-targets says which layers have adapters")
+
+    async def end_session(self, session: Session) -> None:
+        """Forget a session's models and samplers; checkpoints stay."""
+        prefix = f"{session.identity}:"
+        gone = [one for one in self._models if one.startswith(prefix)]
+        names = [name for one in gone for name in self._models.pop(one).unnamed]
+        self._samplers = {name: one for name, one in self._samplers.items() if not name.startswith(prefix)}
+        if gone:
+            await self.ranks.do(work.Forget(names=[*gone, *names]))
+
+    async def train(self, model: Model, body: bytes) -> Answer:
+        inputs = {name: loss.inputs for name, loss in LOSSES.items()}
+        request = protobuf.read_pass(body, inputs)
+        known = LOSSES[request.loss].settings
+        if wrong := sorted(request.settings.keys() - set(known)):
+            raise InputError(
+                f"the loss {request.loss} reads {', '.join(known) or 'no settings'}, and not {', '.join(wrong)}"
+            )
+        bearer = Bearer(model.owner, model.identity, model.num_steps)
+        metrics = self._record.check(request.data, request.claims, bearer, self.served.needs_provenance)
+        if not request.data:
+            raise InputError("a request has at least one datum")
+        computed = await self.ranks.do(
+            work.Pass(
+                model=model.identity,
+                data=request.data,
+                loss=request.loss,
+                settings=request.settings,
+                is_forward_only=request.is_forward_only,
+            )
+        )
+        assert isinstance(computed, work.Computed)
+        sums = {f"{name}:sum": value for name, value in computed.sums.items()}
+        return Answer(
+            protobuf.write_pass(request.data, computed.log_probs, {**sums, **metrics}), protobuf.MEDIA_TYPE
+        )
+
+    async def step(self, model: Model, adam: Mapping[str, Any]) -> Answer:
+        defaults = {
+            "learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.0, "grad_clip_norm": 0.0,
+        }  # fmt: skip
+        if adam.get("type", "adamw") != "adamw":
+            raise InputError(f"the optimizer {adam['type']!r} is not served: adamw is")
+        values = {name: float(adam.get(name, value)) for name, value in defaults.items()}
+        if not all(np.isfinite(value) and value >= 0 for value in values.values()):
+            raise InputError(f"{values} must be finite and at least 0")
+        stepped = await self.ranks.do(
+            work.Step(
+                model=model.identity,
+                learning_rate=values["learning_rate"],
+                beta1=values["beta1"],
+                beta2=values["beta2"],
+                epsilon=values["eps"],
+                weight_decay=values["weight_decay"],
+                clip=values["grad_clip_norm"],
+            )
+        )
+        assert isinstance(stepped, work.Stepped)
+        model.num_steps = stepped.num_steps
+        return to_json({"metrics": {"grad_norm:mean": stepped.gradient_norm, "num_steps:max": stepped.num_steps}})
+
+    # Checkpoints
+
+    async def save(self, model: Model, kind: str, name: str, ttl: int | None, metadata: Any, overwrite: bool) -> Answer:
+        path = f"{_SCHEME}{model.identity}/{kind}/{_check_name(name)}"
+        folder = self._find_folder(path)
+        if folder.exists():
+            if not overwrite:
+                raise InputError(f"{path} is there already: write another name, or overwrite it")
+            shutil.rmtree(folder)
+        make_private_folder(folder)
+        await self.ranks.do(work.Save(model=model.identity, folder=str(folder / "state")))
+        if kind == SAMPLER:
+            await self.ranks.do(work.Keep(model=model.identity, name=path))
+        now = time.time()
+        checkpoint = Checkpoint(
+            path=path,
+            model=model.identity,
+            owner=model.owner,
+            kind=kind,
+            base_model=self.served.base_model,
+            lora_rank=self.served.lora_rank,
+            num_steps=model.num_steps,
+            time=now,
+            expires=None if ttl is None else now + ttl,
+            metadata=metadata,
+        )
+        write_private(folder / _META, msgspec.json.encode(checkpoint))
+        return to_json({"path": path})
+
+    async def load(self, model: Model, path: str, has_optimizer: bool) -> Answer:
+        await self._load(model, path, has_optimizer)
+        return to_json({"path": path, "model_id": model.identity})
+
+    async def _load(self, model: Model, path: str, has_optimizer: bool) -> None:
+        checkpoint = self.find_checkpoint(path, model.owner)
+        folder = self._find_folder(path) / "state"
+        done = await self.ranks.do(work.Load(model=model.identity, folder=str(folder), has_optimizer=has_optimizer))
+        assert isinstance(done, work.Done)
+        # A sequence of later steps is no longer of this model.
+        model.num_steps = done.num_steps if has_optimizer else checkpoint.num_steps
+
+    def list_checkpoints(self, owner: str, model: str | None = None) -> list[Checkpoint]:
+        found = []
+        for meta in sorted(self._folder.glob(f"*/*/*/{_META}")):
+            one = msgspec.json.decode(meta.read_bytes(), type=Checkpoint)
+            if one.expires is not None and one.expires < time.time():
+                shutil.rmtree(meta.parent, ignore_errors=True)
+            elif one.owner == owner and model in (None, one.model):
+                found.append(one)
+        return found
+
+    def find_checkpoint(self, path: str, owner: str) -> Checkpoint:
+        meta = self._find_folder(path) / _META
+        checkpoint = msgspec.json.decode(meta.read_bytes(), type=Checkpoint) if meta.exists() else None
+        if checkpoint is None or checkpoint.owner != owner:
+            raise NotFound(f"there is no checkpoint {path}")
+        if checkpoint.expires is not None and checkpoint.expires < time.time():
+            raise NotFound(f"{path} has expired")
+        return checkpoint
+
+    async def delete_checkpoint(self, checkpoint: Checkpoint) -> None:
+        shutil.rmtree(self._find_folder(checkpoint.path))
+        if checkpoint.kind == SAMPLER:
+            await self.ranks.do(work.Forget(names=[checkpoint.path]))
+
+    def set_expiry(self, checkpoint: Checkpoint, ttl: int | None) -> None:
+        expires = None if ttl is None else time.time() + ttl
+        changed = msgspec.structs.replace(checkpoint, expires=expires)
+        write_private(self._find_folder(checkpoint.path) / _META, msgspec.json.encode(changed))
+
+    def describe_checkpoint(self, one: Checkpoint) -> dict[str, Any]:
+        kind, name = one.path.removeprefix(_SCHEME).split("/")[1:]
+        described = {
+            "checkpoint_id": f"{kind}/{name}",
+            "checkpoint_type": _KINDS[kind],
+            "time": _iso(one.time),
+            "tinker_path": one.path,
+            "public": False,
+            "user_metadata": one.metadata,
+            "expires_at": None if one.expires is None else _iso(one.expires),
+        }
+        return {name: value for name, value in described.items() if value is not None}
+
+    def describe_run(self, identity: str, owner: str) -> dict[str, Any]:
+        model, saved = self._models.get(identity), self.list_checkpoints(owner, identity)
+        if not saved and (model is None or model.owner != owner):
+            raise NotFound(f"there is no training run {identity}")
+        last = {kind: [one for one in saved if one.kind == kind][-1:] for kind in _KINDS}
+        described: dict[str, Any] = {
+            "training_run_id": identity,
+            "base_model": self.served.base_model,
+            "model_owner": owner,
+            "is_lora": bool(self.served.lora_rank),
+            "corrupted": False,
+            "lora_rank": self.served.lora_rank or None,
+            "last_request_time": _iso(saved[-1].time if model is None else model.touched),
+            "last_checkpoint": next(map(self.describe_checkpoint, last[TRAINING]), None),
+            "last_sampler_checkpoint": next(map(self.describe_checkpoint, last[SAMPLER]), None),
+            "user_metadata": saved[-1].metadata if model is None else model.metadata,
+        }
+        return {name: value for name, value in described.items() if value is not None}
+
+    def _find_folder(self, path: str) -> Path:
+        parts = path.removeprefix(_SCHEME).split("/")
+        if not path.startswith(_SCHEME) or len(parts) != 3 or parts[1] not in _KINDS:
+            raise InputError(f"{path!r} must be {_SCHEME}MODEL/{' or '.join(_KINDS)}/NAME")
+        model, kind, name = parts
+        return self._folder / _check_name(model.replace(":", "-")) / kind / _check_name(name)
+
+    # Sampling
+
+    async def keep_unnamed(self, model: Model, session: Session, number: int) -> Answer:
+        """Keep a model's weights for a sampler that has no path."""
+        if number not in session.samplers:
+            name = f"{self._mark}-{next(self._kept)}"
+            await self.ranks.do(work.Keep(model=model.identity, name=name))
+            model.unnamed.append(name)
+            self._add_sampler(session, number, name, model)
+            old, model.unnamed = model.unnamed[:-_MOST_UNNAMED], model.unnamed[-_MOST_UNNAMED:]
+            if old:
+                await self.ranks.do(work.Forget(names=old))
+        return to_json({"sampling_session_id": session.samplers[number].identity})
+
+    def create_sampler(self, session: Session, number: int, path: str | None) -> Sampler:
+        if number in session.samplers:
+            return session.samplers[number]
+        if path is None:
+            return self._add_sampler(session, number, None, None)
+        checkpoint = self.find_checkpoint(path, session.owner)
+        if checkpoint.kind != SAMPLER:
+            raise InputError(f"{path} was saved for training: save weights for a sampler")
+        sampler = self._add_sampler(session, number, path, None)
+        sampler.model, sampler.num_steps, sampler.path = checkpoint.model, checkpoint.num_steps, path
+        return sampler
+
+    def _add_sampler(self, session: Session, number: int, name: str | None, model: Model | None) -> Sampler:
+        identity = f"{session.identity}:sample:{number}"
+        sampler = Sampler(identity, session.owner, name)
+        if model is not None:
+            sampler.model, sampler.num_steps = model.identity, model.num_steps
+        session.samplers[number] = self._samplers[identity] = sampler
+        return sampler
+
+    def sample(self, sampler: Sampler, number: int, wanted: sampling.Wanted, has_prompt: bool) -> tuple[Future, list[str]]:
+        """Begin to sample; return the future, and the names that the sequences will have."""
+        if number not in sampler.requests:
+            names = [f"{sampler.identity}:{number}:{index}" for index in range(wanted.num_samples)]
+
+            async def perform() -> Answer:
+                return await self._sample(sampler, wanted, names, has_prompt)
+
+            sampler.requests[number] = self.futures.begin(sampler.owner, perform), names
+        return sampler.requests[number]
+
+    async def _sample(
+        self, sampler: Sampler, wanted: sampling.Wanted, names: Sequence[str], has_prompt: bool
+    ) -> Answer:
+        sampling.check_fits(wanted, self.served.longest)
+        room = self.served.longest - len(wanted.prompt)
+        wanted = dataclasses.replace(wanted, max_tokens=min(wanted.max_tokens, room))
+        async with self._turns.holding(sampler.name) as held:
+            responses = await sampling.sample(self._engines, wanted, names[0], self.served.decode)
+        for name, response in zip(names, responses, strict=True):
+            self._note(sampler, held, name, wanted, response)
+        log_probs = None
+        if has_prompt:
+            prompt = wanted.prompt.astype("<i4").tobytes()
+            computed = await self.ranks.do(work.Score(name=sampler.name, sequences=[prompt]))
+            assert isinstance(computed, work.Computed)
+            log_probs = np.append(np.float32(np.nan), np.frombuffer(computed.log_probs[0], "<f4"))
+        return Answer(protobuf.write_samples(responses, log_probs), protobuf.MEDIA_TYPE)
+
+    def _note(
+        self, sampler: Sampler, held: sampling.Held, name: str, wanted: sampling.Wanted, response: Response
+    ) -> None:
+        tags = {span.version for span in response.spans}
+        if response.fingerprint != held.fingerprint or tags != {str(held.version)}:
+            raise MegatronRLError(
+                f"engine {response.engine} answered with version {', '.join(sorted(tags))} and the fingerprint "
+                f"{response.fingerprint[:12]}, and {held.version} with {held.fingerprint[:12]} was asked for"
+            )
+        self._record.add(
+            Sampled(
+                identity=name,
+                owner=sampler.owner,
+                model=sampler.model,
+                num_steps=sampler.num_steps,
+                version=held.version,
+                fingerprint=held.fingerprint,
+                engine=response.engine,
+                seed=response.seed,
+                prompt=wanted.prompt.astype("<i4").tobytes(),
+                tokens=response.tokens,
+                log_probs=response.log_probs,
+            )
+        )
+
+
+def derive_seed(sampler: str, number: int) -> int:
+    """Derive the seed of a request that has none, so that a repeated one samples the same."""
+    digest = hashlib.sha256(f"{sampler} {number}".encode()).digest()
+    return int.from_bytes(digest[:4], "little")
+
+
+def _find(known: Mapping[str, Any], identity: str, owner: str, what: str) -> Any:
+    found = known.get(identity)
+    # Another key's is as if it were not there.
+    if found is None or found.owner != owner:
+        raise NotFound(f"there is no {what} {identity}")
+    return found
+
+
+def _check_name(name: str) -> str:
+    is_plain = name and name[0] != "." and all(one.isalnum() or one in "-_.:+=" for one in name)
+    if not is_plain or len(name) > 200:
+        raise InputError(f"{name!r} must be a name of letters, digits and -_.:+=")
+    return name
+
+
+def _iso(seconds: float) -> str:
+    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat()

@@ -1,0 +1,115 @@
+"""Futures, and the order of requests: those of one model take effect by their numbers, each once."""
+
+import asyncio
+import dataclasses
+import itertools
+import logging
+import secrets
+from collections.abc import Awaitable, Callable
+
+import msgspec
+
+from megatron_rl.errors import MegatronRLError
+
+_log = logging.getLogger(__name__)
+JSON = "application/json"
+_MOST_KNOWN = 1 << 14
+"""Futures whose answers are kept: a client asks again for an answer that was lost on its way."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """A result as its client gets it."""
+
+    body: bytes
+    media_type: str = JSON
+
+
+@dataclasses.dataclass
+class Future:
+    """A request that was accepted; its answer comes later, and may be read again."""
+
+    identity: str
+    owner: str
+    answer: Answer | None = None
+    done: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+
+    def give(self, answer: Answer) -> None:
+        self.answer = answer
+        self.done.set()
+
+
+def to_json(value: object) -> Answer:
+    return Answer(msgspec.json.encode(value))
+
+
+def to_failure(error: BaseException) -> Answer:
+    """Return the answer to a request that cannot be done; its client raises it, and does not repeat it."""
+    if isinstance(error, MegatronRLError):
+        return to_json({"error": str(error), "category": "user"})
+    _log.error("a request failed", exc_info=error)
+    return to_json({"error": f"the service failed: {error!r}; its log has the traceback", "category": "server"})
+
+
+Perform = Callable[[], Awaitable[Answer]]
+
+
+class Futures:
+    """All futures of a service."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+        self._mark = secrets.token_hex(4)
+        self._known: dict[str, Future] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def begin(self, owner: str, perform: Perform) -> Future:
+        """Begin to do a request, next to others."""
+        future = self.make(owner)
+        task = asyncio.create_task(self.perform(future, perform))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return future
+
+    def make(self, owner: str) -> Future:
+        future = Future(f"{self._mark}-{next(self._numbers)}", owner)
+        self._known[future.identity] = future
+        while len(self._known) > _MOST_KNOWN and next(iter(self._known.values())).done.is_set():
+            del self._known[next(iter(self._known))]
+        return future
+
+    async def perform(self, future: Future, perform: Perform) -> None:
+        try:
+            future.give(await perform())
+        except Exception as error:
+            future.give(to_failure(error))
+
+    def find(self, identity: str, owner: str) -> Future | None:
+        future = self._known.get(identity)
+        return future if future is not None and future.owner == owner else None
+
+
+class Order:
+    """The requests of one model, which begin to take effect when all before have."""
+
+    def __init__(self, futures: Futures, owner: str) -> None:
+        self._futures = futures
+        self._owner = owner
+        self._by_number: dict[int, Future] = {}
+        self._waiting: dict[int, Perform] = {}
+        self._next = 1
+        self._task: asyncio.Task[None] | None = None
+
+    def add(self, number: int, perform: Perform) -> Future:
+        """Take a request of this number, counted from 1; a repeated one changes nothing."""
+        if number not in self._by_number:
+            self._by_number[number] = self._futures.make(self._owner)
+            self._waiting[number] = perform
+            if self._task is None or self._task.done():
+                self._task = asyncio.create_task(self._run())
+        return self._by_number[number]
+
+    async def _run(self) -> None:
+        while (perform := self._waiting.pop(self._next, None)) is not None:
+            await self._futures.perform(self._by_number[self._next], perform)
+            self._next += 1

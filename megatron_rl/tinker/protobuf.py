@@ -1,0 +1,166 @@
+"""The protobuf messages of Tinker's interface, by the classes of its own SDK, as the front's types and back."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megatron_rl.errors import InputError, PlatformError
+from megatron_rl.shared.protocol.wire import Response
+from megatron_rl.tinker.work import Datum
+
+try:
+    from tinker.proto import tinker_public_pb2 as messages
+except ImportError as error:
+    raise PlatformError(f"--stage serve needs the package tinker ({error}): pip install 'megatron_rl[tinker]'") from None
+
+_DTYPES = {1: "<f4", 2: "<i8", 3: "<i4"}
+_TARGETS = "target_tokens"
+MEDIA_TYPE = "application/x-protobuf"
+
+
+class Span(NamedTuple):
+    """Positions that a datum says to be those of a sequence's prompt, or of what was sampled after it."""
+
+    sequence: str
+    is_sampled: bool
+    offset: int
+    length: int
+
+
+class Claims(NamedTuple):
+    """The sequences that a datum names for its input and for its targets."""
+
+    inputs: tuple[Span, ...]
+    targets: tuple[Span, ...]
+
+
+class PassRequest(NamedTuple):
+    data: list[Datum]
+    claims: list[Claims]
+    loss: str
+    settings: dict[str, float]
+    is_forward_only: bool
+
+
+def read_pass(body: bytes, inputs_of: Mapping[str, Sequence[str]]) -> PassRequest:
+    """Read a ForwardBackwardRequest; `inputs_of` has the names of each loss's inputs."""
+    request = _parse(body)
+    settings = {
+        name: value.number
+        for name, value in request.loss_fn_config_v2.items()
+        if value.WhichOneof("value") in ("number", None)
+    } or dict(request.loss_fn_config)
+    if request.loss_fn not in inputs_of:
+        raise InputError(f"the loss {request.loss_fn!r} is not served; these are: {', '.join(inputs_of)}")
+    inputs = inputs_of[request.loss_fn]
+    data = [_read_datum(number, one, inputs, request.forward_only) for number, one in enumerate(request.data)]
+    claims = [Claims(_read_spans(one.model_input_spans), _read_spans(one.loss_fn_input_spans)) for one in request.data]
+    return PassRequest(data, claims, request.loss_fn, settings, request.forward_only)
+
+
+def read_place(body: bytes) -> tuple[str, int]:
+    """Read the model and the number of a request of which the rest may be wrong."""
+    request = _parse(body)
+    return request.model_id, request.seq_id
+
+
+def _parse(body: bytes) -> Any:
+    request = messages.ForwardBackwardRequest()
+    try:
+        request.ParseFromString(body)
+    except Exception as error:
+        raise InputError(f"the body is not a ForwardBackwardRequest: {error}") from None
+    return request
+
+
+def _read_datum(number: int, datum: Any, inputs: Sequence[str], is_forward_only: bool) -> Datum:
+    chunks = []
+    for chunk in datum.model_input:
+        if chunk.WhichOneof("chunk") != "encoded_text":
+            raise InputError(f"datum {number}: only chunks of tokens are served, not {chunk.WhichOneof('chunk')}")
+        chunks.append(chunk.encoded_text.tokens)
+    tokens = b"".join(chunks)
+    length = len(tokens) // 4
+    values = {name: _read_tensor(number, name, tensor) for name, tensor in datum.loss_fn_inputs.items()}
+    if _TARGETS not in values:
+        raise InputError(f"datum {number} has no {_TARGETS}")
+    targets = values.pop(_TARGETS)
+    if not length or targets.ndim not in (1, 2) or len(targets) != length:
+        raise InputError(
+            f"datum {number} has {length} tokens of input and {_TARGETS} of the shape {list(targets.shape)}: send one "
+            "row for each token"
+        )
+    found = {}
+    for name in inputs:
+        if name not in values and not is_forward_only:
+            raise InputError(f"datum {number} has no {name}, which this loss reads")
+        value = values.get(name, np.zeros(targets.shape, "<f4"))
+        if value.shape != targets.shape:
+            raise InputError(
+                f"datum {number}: {name} has the shape {list(value.shape)}, and {_TARGETS} {list(targets.shape)}"
+            )
+        if not np.isfinite(value).all():
+            raise InputError(f"datum {number}: {name} has values that are not finite")
+        found[name] = value.astype("<f4").tobytes()
+    width = 1 if targets.ndim == 1 else targets.shape[1]
+    return Datum(tokens, targets.astype("<i4").tobytes(), found, width)
+
+
+def _read_tensor(number: int, name: str, tensor: Any) -> np.ndarray:
+    dtype, shape = _DTYPES.get(tensor.dtype), tuple(tensor.shape)
+    if dtype is None:
+        raise InputError(f"datum {number}: {name} has an element type that is not served; send float32 or int64")
+    try:
+        if tensor.WhichOneof("encoding") != "sparse_csr":
+            return np.frombuffer(tensor.dense, dtype).reshape(shape)
+        values, rows, columns = (
+            np.frombuffer(one, kind)
+            for one, kind in (
+                (tensor.sparse_csr.values, dtype),
+                (tensor.sparse_csr.crow_indices, "<i8"),
+                (tensor.sparse_csr.col_indices, "<i8"),
+            )
+        )
+        dense = np.zeros(shape, dtype)
+        dense[np.repeat(np.arange(shape[0]), np.diff(rows)), columns] = values
+        return dense
+    except (ValueError, IndexError) as error:
+        raise InputError(f"datum {number}: {name} does not have the shape {list(shape)} that it names: {error}") from None
+
+
+def _read_spans(spans: Any) -> tuple[Span, ...]:
+    found = []
+    for span in spans:
+        kind = span.WhichOneof("span") or "prompt_tokens"
+        run = getattr(span, kind)
+        found.append(Span(run.sequence_id, kind == "sampled_tokens", run.offset, run.length))
+    return tuple(found)
+
+
+def write_pass(data: Sequence[Datum], log_probs: Sequence[bytes], metrics: Mapping[str, float]) -> bytes:
+    """Write a ForwardBackwardOutput with the log-probs of each datum's targets."""
+    widths = {datum.width for datum in data}
+    if len(widths) > 1:
+        raise InputError(f"data of one request have {sorted(widths)} targets a position: send each kind alone")
+    output = messages.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=dict(metrics))
+    offsets = np.cumsum([0, *map(len, log_probs)], dtype="<i8")
+    trailing = [width for width in widths if width > 1]
+    tensor = messages.BatchedTensor(
+        data=b"".join(log_probs), offsets=offsets.tobytes(), dtype=1, trailing_shape=trailing
+    )
+    record = output.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(data))
+    record.fields["logprobs"].CopyFrom(tensor)
+    return output.SerializeToString()
+
+
+def write_samples(responses: Sequence[Response], prompt_log_probs: np.ndarray | None) -> bytes:
+    """Write a SampleResponse; prompt's log-probs begin with NaN, since nothing predicts its first token."""
+    answer = messages.SampleResponse()
+    for response in responses:
+        answer.sequences.add(
+            stop_reason=int(response.finish_reason == "length"), tokens=response.tokens, logprobs=response.log_probs
+        )
+    if prompt_log_probs is not None:
+        answer.prompt_logprobs = prompt_log_probs.astype("<f4").tobytes()
+    return answer.SerializeToString()

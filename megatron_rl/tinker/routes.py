@@ -1,0 +1,409 @@
+"""The routes of Tinker's interface, and how the front is opened beside a sidecar's service."""
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+
+from megatron_rl.errors import InputError, MegatronRLError
+from megatron_rl.shared.protocol import wire
+from megatron_rl.shared.protocol.hosts import parse_place
+from megatron_rl.shared.records.append_file import write_private
+from megatron_rl.sidecar.group_maker import Samplers
+from megatron_rl.sidecar.serving import find_url, open_listener, serve
+from megatron_rl.sidecar.settings import SidecarSettings
+from megatron_rl.tinker import protobuf, work
+from megatron_rl.tinker.front import SAMPLER, TRAINING, Front, NotFound, Served, derive_seed
+from megatron_rl.tinker.futures import Future
+from megatron_rl.tinker.provenance import SequenceRecord
+from megatron_rl.tinker.ranks import Ranks
+from megatron_rl.tinker.sampling import Decode, Wanted
+
+KEYS_VARIABLE = "MEGATRON_RL_SERVE_KEYS"
+KEY_FILE, ADDRESS_FILE = "serve-key", "serve-address"
+_MOST_BYTES = 1 << 28
+_POLL_SECONDS = 30.0
+_CLIENT_CONFIG = {"use_pyqwest_transport": False, "parallel_fwdbwd_chunks": False}
+_NOT_SERVED = {
+    "create_custom_loss": "losses of a server's own",
+    "save_weights_external": "weights of others",
+    "auth/token": "tokens in place of keys",
+    "retrieve_futures": "many futures at once",
+}
+
+
+class _Keys:
+    def __init__(self, keys: list[str]) -> None:
+        self._keys = [key.encode() for key in keys]
+
+    def find_owner(self, request: Request) -> str:
+        """Return the name of a request's key, which tells nothing about it."""
+        sent = request.headers.get("x-api-key", "").encode()
+        if not [key for key in self._keys if hmac.compare_digest(key, sent)]:
+            raise _Unauthorized("the key is missing or wrong: write it into TINKER_API_KEY")
+        return hashlib.sha256(sent).hexdigest()[:12]
+
+
+class _Unauthorized(MegatronRLError):
+    """A request without a key of this service."""
+
+
+def build_application(front: Front, keys: list[str]) -> FastAPI:
+    app = FastAPI(title="megatron_rl by Tinker's interface", docs_url=None, redoc_url=None, openapi_url=None)
+    find_owner = _Keys(keys).find_owner
+
+    async def report(_: Request, error: Exception) -> Response:
+        status = next((code for kind, code in ((_Unauthorized, 401), (NotFound, 404)) if isinstance(error, kind)), 400)
+        return JSONResponse({"error": str(error), "detail": str(error)}, status_code=status)
+
+    app.add_exception_handler(MegatronRLError, report)
+
+    async def read(request: Request) -> tuple[str, dict[str, Any]]:
+        owner = find_owner(request)
+        body = await _read_body(request)
+        try:
+            return owner, msgspec.json.decode(body or b"{}", type=dict[str, Any])
+        except msgspec.MsgspecError as error:
+            raise InputError(f"the body is not a JSON object: {error}") from None
+
+    def begun(future: Future, **more: Any) -> dict[str, Any]:
+        return {"request_id": future.identity, **more}
+
+    _session_routes(app, front, read, begun)
+    _training_routes(app, front, find_owner, read, begun)
+    _sampling_routes(app, front, find_owner, read, begun)
+    _checkpoint_routes(app, front, find_owner, read)
+
+    @app.post("/api/v1/retrieve_future")
+    async def retrieve(request: Request) -> Response:
+        owner, body = await read(request)
+        future = front.futures.find(_text(body, "request_id"), owner)
+        if future is None:
+            # A client samples again, and tells its user of anything else.
+            return JSONResponse({"error": f"there is no request {body['request_id']}"}, status_code=410)
+        try:
+            async with asyncio.timeout(_POLL_SECONDS):
+                await future.done.wait()
+        except TimeoutError:
+            again = {"type": "try_again", "request_id": future.identity, "queue_state": "active"}
+            return JSONResponse(again, status_code=408)
+        assert future.answer is not None
+        return Response(future.answer.body, media_type=future.answer.media_type)
+
+    for path, what in _NOT_SERVED.items():
+        _refuse(app, path, what)
+    return app
+
+
+def _refuse(app: FastAPI, path: str, what: str) -> None:
+    @app.post(f"/api/v1/{path}", name=path)
+    async def refuse() -> Response:
+        return JSONResponse({"error": f"{what} ({path}) are not served here"}, status_code=404)
+
+
+def _session_routes(app: FastAPI, front: Front, read: Any, begun: Any) -> None:
+    @app.get("/api/v1/healthz")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.post("/api/v1/client/config")
+    async def configure(request: Request) -> dict[str, Any]:
+        await read(request)
+        return _CLIENT_CONFIG
+
+    @app.post("/api/v1/telemetry")
+    async def telemetry(request: Request) -> dict[str, str]:
+        await read(request)
+        return {"status": "accepted"}
+
+    @app.get("/api/v1/get_server_capabilities")
+    async def capabilities(request: Request) -> dict[str, Any]:
+        await read(request)
+        served = front.served
+        model = {"model_name": served.base_model, "max_context_length": served.longest}
+        return {"supported_models": [{**model, "trainable": True, "sampleable": True}]}
+
+    @app.post("/api/v1/create_session")
+    async def create_session(request: Request) -> dict[str, Any]:
+        owner, _ = await read(request)
+        return {"session_id": front.create_session(owner, request.headers.get("x-idempotency-key", ""))}
+
+    @app.post("/api/v1/session_heartbeat")
+    async def beat(request: Request) -> dict[str, Any]:
+        owner, body = await read(request)
+        front.find_session(_text(body, "session_id"), owner)
+        return {}
+
+    @app.post("/api/v1/sessions/{session}/finish")
+    async def finish(request: Request, session: str) -> dict[str, Any]:
+        owner, _ = await read(request)
+        await front.end_session(front.find_session(session, owner))
+        return {}
+
+    @app.post("/api/v1/create_model")
+    async def create_model(request: Request) -> dict[str, Any]:
+        owner, body = await read(request)
+        front.check_base(_text(body, "base_model"))
+        session, number = front.find_session(_text(body, "session_id"), owner), _whole(body, "model_seq_id")
+        return begun(front.create_model(session, number, body.get("lora_config"), body.get("user_metadata")))
+
+    @app.post("/api/v1/get_info")
+    async def get_info(request: Request) -> dict[str, Any]:
+        owner, body = await read(request)
+        model, served = front.find_model(_text(body, "model_id"), owner), front.served
+        adapters = {"is_lora": True, "lora_rank": served.lora_rank} if served.lora_rank else {"is_lora": False}
+        data = {"model_name": served.base_model, "tokenizer_id": served.base_model}
+        return {"model_id": model.identity, "model_data": data, "model_name": served.base_model, **adapters}
+
+
+def _training_routes(app: FastAPI, front: Front, find_owner: Any, read: Any, begun: Any) -> None:
+    @app.post("/api/v1/forward_backward")
+    async def forward_backward(request: Request) -> dict[str, Any]:
+        owner = find_owner(request)
+        body = await _read_body(request)
+        identity, number = protobuf.read_place(body)
+        model = front.find_model(identity, owner)
+        return begun(model.order.add(number, lambda: front.train(model, body)), model_id=identity)
+
+    @app.post("/api/v1/optim_step")
+    async def optim_step(request: Request) -> dict[str, Any]:
+        owner, body = await read(request)
+        model = front.find_model(_text(body, "model_id"), owner)
+        adam = body.get("optimizer_params") or body.get("adam_params") or {}
+        return begun(model.order.add(_whole(body, "seq_id"), lambda: front.step(model, adam)), model_id=model.identity)
+
+    @app.post("/api/v1/save_weights")
+    async def save_weights(request: Request) -> dict[str, Any]:
+        owner, body = await read(request)
+        model = front.find_model(_text(body, "model_id"), owner)
+        future = model.order.add(
+            _whole(body, "seq_id"),
+            lambda: front.save(
+                model, TRAINING, _text(body, "path"), body.get("ttl_seconds"), body.get("user_metadata"),
+                bool(body.get("overwrite")),
+            ),
+        )  # fmt: skip
+        return begun(future, model_id=model.identity)
+
+    @app.post("/api/v1/save_weights_for_sampler")
+    async def save_for_sampler(request: Request) -> dict[str, Any]:
+        owner, body = await read(request)
+        model = front.find_model(_text(body, "model_id"), owner)
+        session = front.find_session(model.identity.partition(":")[0], owner)
+
+        async def save() -> Any:
+            if body.get("path") is None:
+                return await front.keep_unnamed(model, session, _whole(body, "sampling_session_seq_id"))
+            name, ttl = _text(body, "path"), body.get("ttl_seconds")
+            return await front.save(model, SAMPLER, name, ttl, body.get("user_metadata"), overwrite=False)
+
+        return begun(model.order.add(_whole(body, "seq_id"), save), model_id=model.identity)
+
+    @app.post("/api/v1/load_weights")
+    async def load_weights(request: Request) -> dict[str, Any]:
+        owner, body = await read(request)
+        path, has_optimizer = _text(body, "path"), bool(body.get("optimizer"))
+        if body.get("model_id") is not None:
+            model = front.find_model(_text(body, "model_id"), owner)
+            number = _whole(body, "seq_id")
+            return begun(model.order.add(number, lambda: front.load(model, path, has_optimizer)))
+        session, number = front.find_session(_text(body, "session_id"), owner), _whole(body, "model_seq_id")
+        return begun(front.load_model(session, number, path, has_optimizer, body.get("user_metadata")))
+
+
+def _sampling_routes(app: FastAPI, front: Front, find_owner: Any, read: Any, begun: Any) -> None:
+    @app.post("/api/v1/create_sampling_session")
+    async def create_sampler(request: Request) -> dict[str, Any]:
+        owner, body = await read(request)
+        if body.get("base_model") is not None:
+            front.check_base(_text(body, "base_model"))
+        session = front.find_session(_text(body, "session_id"), owner)
+        sampler = front.create_sampler(session, _whole(body, "sampling_session_seq_id"), body.get("model_path"))
+        return {"sampling_session_id": sampler.identity}
+
+    @app.get("/api/v1/samplers/{identity}")
+    async def sampler(request: Request, identity: str) -> dict[str, Any]:
+        found = front.find_sampler(identity, find_owner(request))
+        path = {} if found.path is None else {"model_path": found.path}
+        return {"sampler_id": identity, "base_model": front.served.base_model, **path}
+
+    @app.post("/api/v1/asample")
+    async def asample(request: Request) -> dict[str, Any]:
+        owner, body = await read(request)
+        sampler = front.find_sampler(_text(body, "sampling_session_id"), owner)
+        number = _whole(body, "seq_id")
+        wanted = _read_wanted(body, sampler.identity, number, front.served.longest)
+        future, names = front.sample(sampler, number, wanted, bool(body.get("prompt_logprobs")))
+        return begun(future, sample_sequence_ids=names)
+
+
+def _checkpoint_routes(app: FastAPI, front: Front, find_owner: Any, read: Any) -> None:
+    @app.post("/api/v1/weights_info")
+    async def weights_info(request: Request) -> dict[str, Any]:
+        owner, body = await read(request)
+        one = front.find_checkpoint(_text(body, "tinker_path"), owner)
+        rank = {"lora_rank": one.lora_rank} if one.lora_rank else {}
+        return {"base_model": one.base_model, "is_lora": bool(one.lora_rank), **rank}
+
+    @app.get("/api/v1/training_runs")
+    async def training_runs(request: Request, limit: int = 20, offset: int = 0) -> dict[str, Any]:
+        owner = find_owner(request)
+        names = dict.fromkeys([one.model for one in front.list_checkpoints(owner)])
+        names |= dict.fromkeys([one.identity for one in front.list_models(owner)])
+        cursor = {"offset": offset, "limit": limit, "total_count": len(names)}
+        picked = [*names][offset : offset + limit]
+        return {"training_runs": [front.describe_run(name, owner) for name in picked], "cursor": cursor}
+
+    @app.get("/api/v1/training_runs/{run}")
+    async def training_run(request: Request, run: str) -> dict[str, Any]:
+        return front.describe_run(run, find_owner(request))
+
+    @app.get("/api/v1/training_runs/{run}/checkpoints")
+    async def of_run(request: Request, run: str) -> dict[str, Any]:
+        found = front.list_checkpoints(find_owner(request), run)
+        return {"checkpoints": [front.describe_checkpoint(one) for one in found]}
+
+    @app.get("/api/v1/checkpoints")
+    async def checkpoints(request: Request, limit: int = 100, offset: int = 0) -> dict[str, Any]:
+        found = front.list_checkpoints(find_owner(request))
+        cursor = {"offset": offset, "limit": limit, "total_count": len(found)}
+        return {
+            "checkpoints": [front.describe_checkpoint(one) for one in found[offset : offset + limit]],
+            "cursor": cursor,
+        }
+
+    @app.put("/api/v1/training_runs/{run}/checkpoints/{checkpoint:path}/ttl")
+    async def set_ttl(request: Request, run: str, checkpoint: str) -> dict[str, Any]:
+        owner, body = await read(request)
+        front.set_expiry(front.find_checkpoint(f"tinker://{run}/{checkpoint}", owner), body.get("ttl_seconds"))
+        return {}
+
+    @app.delete("/api/v1/training_runs/{run}/checkpoints/{checkpoint:path}")
+    async def delete(request: Request, run: str, checkpoint: str) -> dict[str, Any]:
+        await front.delete_checkpoint(front.find_checkpoint(f"tinker://{run}/{checkpoint}", find_owner(request)))
+        return {}
+
+
+async def _read_body(request: Request) -> bytes:
+    data = bytearray()
+    async for chunk in request.stream():
+        data += chunk
+        if len(data) > _MOST_BYTES:
+            raise InputError(f"a body must have at most {_MOST_BYTES} bytes: send fewer data at a time")
+    return bytes(data)
+
+
+def _text(body: Mapping[str, Any], name: str) -> str:
+    if not isinstance(value := body.get(name), str) or not value:
+        raise InputError(f"{name} must be a text, and is {value!r}")
+    return value
+
+
+def _whole(body: Mapping[str, Any], name: str) -> int:
+    if not isinstance(value := body.get(name), int) or isinstance(value, bool) or value < 0:
+        raise InputError(f"{name} must be a number of 0 or more, and is {value!r}")
+    return value
+
+
+def _read_wanted(body: Mapping[str, Any], sampler: str, number: int, longest: int) -> Wanted:
+    params = body.get("sampling_params") or {}
+    usual = {"top_k": (-1, 0), "top_p": (1, 1.0)}
+    for name, values in usual.items():
+        if params.get(name, values[0]) not in values:
+            raise InputError(f"{name} {params[name]} is not served: what is sampled must be the policy's distribution")
+    for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k"):
+        if body.get(name):
+            raise InputError(f"{name} is not served: prompt_logprobs is")
+    tokens: list[int] = []
+    for chunk in (body.get("prompt") or {}).get("chunks", []):
+        if chunk.get("type") != "encoded_text":
+            raise InputError(f"only chunks of tokens are served, not {chunk.get('type')}")
+        tokens += chunk["tokens"]
+    stop, seed, most = params.get("stop"), params.get("seed"), params.get("max_tokens")
+    return Wanted(
+        prompt=np.asarray(tokens, "<i4"),
+        num_samples=body.get("num_samples") or 1,
+        seed=derive_seed(sampler, number) if seed is None else int(seed),
+        max_tokens=longest if most is None else int(most),
+        temperature=float(params.get("temperature", 1.0)),
+        stop=[stop] if isinstance(stop, str) else stop,
+    )
+
+
+def add_work_routes(app: FastAPI, ranks: Ranks, renew: Any) -> None:
+    """Add the routes of the ranks to the sidecar's own application, which checks their token."""
+
+    @app.get("/v1/work")
+    async def take(request: Request, patience: float = 30.0) -> Response:
+        """Answer with the next piece of work; 204 if none comes within `patience` seconds."""
+        renew(request)
+        assigned = await ranks.take(min(patience, _POLL_SECONDS))
+        if assigned is None:
+            return Response(status_code=204)
+        return Response(msgspec.msgpack.encode(assigned), media_type=wire.MEDIA_TYPE)
+
+    @app.post("/v1/work/{number}")
+    async def give(request: Request, number: int) -> dict[str, int]:
+        renew(request)
+        ranks.give(number, work.RESULT.decode(await request.body()))
+        return {"number": number}
+
+
+def read_keys(path: Path | None, folder: Path) -> list[str]:
+    """Read the clients' keys from a file or the environment; without them one is made, and kept in the folder."""
+    text = os.environ.get(KEYS_VARIABLE, "") if path is None else path.read_text()
+    keys = text.split()
+    if not keys:
+        own = folder / KEY_FILE
+        if not own.exists():
+            write_private(own, f"tml-{secrets.token_hex(24)}\n".encode())
+        keys = own.read_text().split()
+    if wrong := [number for number, key in enumerate(keys) if not key.startswith(("tml-", "eyJ")) or len(key) < 20]:
+        raise InputError(f"key {wrong[0]} must begin with tml- and have at least 20 characters: Tinker's client asks so")
+    return keys
+
+
+async def open_front(
+    settings: SidecarSettings, engines: Samplers, decode: Decode, stack: contextlib.AsyncExitStack
+) -> Ranks:
+    """Open Tinker's interface until the stack ends; return the queue that the ranks take work from."""
+    serving = settings.serve
+    assert serving is not None and settings.hf_model is not None
+    folder, longest = settings.folder, settings.rollout.max_model_len or settings.seq_length
+    assert longest is not None
+    served = Served(
+        base_model=serving.base_model or settings.hf_model.resolve().name,
+        folder=folder,
+        longest=longest,
+        lora_rank=settings.lora_rank,
+        most_models=serving.most_models,
+        needs_provenance=serving.needs_provenance,
+        decode=decode,
+    )
+    record = SequenceRecord(folder)
+    stack.callback(record.close)
+    ranks = Ranks()
+    place = parse_place(serving.listen)
+    assert place is not None
+    listener, ended = open_listener(*place, "--serve-listen"), asyncio.Event()
+    app = build_application(Front(served, ranks, engines, record), read_keys(serving.keys_file, folder))
+    task = asyncio.create_task(serve(app, listener=listener, until=ended))
+
+    async def end() -> None:
+        ended.set()
+        await task
+
+    stack.push_async_callback(end)
+    write_private(folder / ADDRESS_FILE, f"{find_url(listener)}\n".encode())
+    stack.callback((folder / ADDRESS_FILE).unlink, missing_ok=True)
+    return ranks
