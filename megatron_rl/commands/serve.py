@@ -9,10 +9,13 @@ in Hugging Face's format. Further flags are vLLM's.
 
 Once it serves, the command prints the fingerprint of the weights, the address, and the key: a new one, or the key in
 VLLM_API_KEY. SIGTERM and Ctrl-C end it.
+
+With --tinker it trains instead, as clients of Tinker's interface ask: `megatron-rl serve --tinker --help`.
 """
 
 import argparse
 import asyncio
+import importlib
 import json
 import os
 import secrets
@@ -40,6 +43,7 @@ from megatron_rl.sidecar.vllm.flags import names_flag
 from megatron_rl.sidecar.vllm.server import MODEL_NAME, configure_server, make_open_spec
 from megatron_rl.trainer.mcore.checkpoint.folders import holds_checkpoint, iteration_folder, latest_iteration
 
+_TINKER = "megatron_rl.tinker.command"
 _SET = ("--model", "--api-key", "--uds", "--config", "--served-model-name", "--ssl-keyfile", "--ssl-certfile")
 _CONVERT = (
     "import sys; from megatron_rl.sidecar.parent import tie; tie(); from megatron_rl.cli import main; sys.exit(main())"
@@ -66,6 +70,8 @@ class Source(NamedTuple):
 
 def main(argv: Sequence[str]) -> int:
     """Serve until a signal ends it."""
+    if "--tinker" in argv:
+        importlib.import_module(_TINKER).main(argv)
     parser = argparse.ArgumentParser(
         "megatron-rl serve", None, __doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )

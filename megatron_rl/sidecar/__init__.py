@@ -24,6 +24,8 @@ OPTIONAL_PARTS: Mapping[str, str] = {
 """The modules that only some runs need. They are imported when a setting asks for them, and by nothing else."""
 
 
-def load_part(name: Literal["hosts", "environments", "agents", "judge", "teachers", "eval_command", "tinker"]) -> ModuleType:
+def load_part(
+    name: Literal["hosts", "environments", "agents", "judge", "teachers", "eval_command", "tinker"],
+) -> ModuleType:
     """Import an optional part, and return its module."""
     return importlib.import_module(OPTIONAL_PARTS[name])

@@ -19,11 +19,11 @@ import msgspec
 import numpy as np
 
 from megatron_rl.errors import InputError, MegatronRLError
-from megatron_rl.shared.protocol.wire import Response, decode_tokens
+from megatron_rl.shared.protocol.wire import Response
 from megatron_rl.shared.records.append_file import make_private_folder, write_private
 from megatron_rl.sidecar.group_maker import Samplers
 from megatron_rl.tinker import protobuf, sampling, work
-from megatron_rl.tinker.futures import Answer, Future, Futures, Order, to_json
+from megatron_rl.tinker.futures import Body, Future, Futures, ModelLine, to_json
 from megatron_rl.tinker.losses import LOSSES
 from megatron_rl.tinker.provenance import Bearer, Sampled, SequenceRecord
 from megatron_rl.tinker.ranks import Ranks
@@ -54,18 +54,18 @@ class Served:
 
 
 @dataclasses.dataclass
-class Session:
+class ClientSession:
     identity: str
     owner: str
     models: dict[int, Future] = dataclasses.field(default_factory=dict)
-    samplers: dict[int, "Sampler"] = dataclasses.field(default_factory=dict)
+    samplers: dict[int, "SamplerState"] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
 class Model:
     identity: str
     owner: str
-    order: Order
+    order: ModelLine
     metadata: Any = None
     num_steps: int = 0
     touched: float = dataclasses.field(default_factory=time.time)
@@ -73,7 +73,7 @@ class Model:
 
 
 @dataclasses.dataclass
-class Sampler:
+class SamplerState:
     """Weights that a client samples from: those kept under the name, or the base's."""
 
     identity: str
@@ -85,7 +85,7 @@ class Sampler:
     requests: dict[int, tuple[Future, list[str]]] = dataclasses.field(default_factory=dict)
 
 
-class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
+class SavedModel(msgspec.Struct, frozen=True, kw_only=True):
     path: str
     model: str
     owner: str
@@ -106,10 +106,10 @@ class Front:
         self._engines = engines
         self._record = record
         self._turns = sampling.WeightTurns(ranks)
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, ClientSession] = {}
         self._by_idempotency: dict[tuple[str, str], str] = {}
         self._models: dict[str, Model] = {}
-        self._samplers: dict[str, Sampler] = {}
+        self._samplers: dict[str, SamplerState] = {}
         self._kept = itertools.count()
         self._mark = secrets.token_hex(3)
         self._folder = served.folder / "models"
@@ -119,11 +119,11 @@ class Front:
         key = owner, idempotency
         if not idempotency or key not in self._by_idempotency:
             identity = f"{secrets.token_hex(8)}"
-            self._sessions[identity] = Session(identity, owner)
+            self._sessions[identity] = ClientSession(identity, owner)
             self._by_idempotency[key] = identity
         return self._by_idempotency[key]
 
-    def find_session(self, identity: str, owner: str) -> Session:
+    def find_session(self, identity: str, owner: str) -> ClientSession:
         return _find(self._sessions, identity, owner, "session")
 
     def find_model(self, identity: str, owner: str) -> Model:
@@ -131,7 +131,7 @@ class Front:
         model.touched = time.time()
         return model
 
-    def find_sampler(self, identity: str, owner: str) -> Sampler:
+    def find_sampler(self, identity: str, owner: str) -> SamplerState:
         return _find(self._samplers, identity, owner, "sampler")
 
     def list_models(self, owner: str) -> list[Model]:
@@ -145,7 +145,9 @@ class Front:
 
     # Models
 
-    def create_model(self, session: Session, number: int, lora: Mapping[str, Any] | None, metadata: Any) -> Future:
+    def create_model(
+        self, session: ClientSession, number: int, lora: Mapping[str, Any] | None, metadata: Any
+    ) -> Future:
         seed = (lora or {}).get("seed")
 
         async def create(model: Model) -> None:
@@ -154,18 +156,18 @@ class Front:
 
         return self._begin_model(session, number, metadata, create)
 
-    def load_model(self, session: Session, number: int, path: str, has_optimizer: bool, metadata: Any) -> Future:
+    def load_model(self, session: ClientSession, number: int, path: str, has_optimizer: bool, metadata: Any) -> Future:
         async def load(model: Model) -> None:
             await self._load(model, path, has_optimizer)
 
         return self._begin_model(session, number, metadata, load)
 
-    def _begin_model(self, session: Session, number: int, metadata: Any, make: Callable[[Model], Any]) -> Future:
+    def _begin_model(self, session: ClientSession, number: int, metadata: Any, make: Callable[[Model], Any]) -> Future:
         if number not in session.models:
             identity = f"{session.identity}:train:{number}"
-            model = Model(identity, session.owner, Order(self.futures, session.owner), metadata)
+            model = Model(identity, session.owner, ModelLine(self.futures, session.owner), metadata)
 
-            async def perform() -> Answer:
+            async def perform() -> Body:
                 if len(self._models) >= self.served.most_models:
                     oldest = min(self._models.values(), key=lambda one: one.touched)
                     raise InputError(
@@ -186,7 +188,9 @@ class Front:
     def _check_adapters(self, lora: Mapping[str, Any] | None) -> None:
         wanted, own = (lora or {}).get("rank"), self.served.lora_rank
         if own and wanted is None:
-            raise InputError(f"this service trains adapters of rank {own}: ask for them, or start it without --lora-rank")
+            raise InputError(
+                f"this service trains adapters of rank {own}: ask for them, or start it without --lora-rank"
+            )
         if wanted is not None and wanted != own:
             has = f"adapters of rank {own}" if own else "all weights"
             raise InputError(
@@ -197,7 +201,7 @@ class Front:
         if not all(parts.values()):
             raise InputError(f"{', '.join(parts)} must be true: --lora-targets says which layers have adapters")
 
-    async def end_session(self, session: Session) -> None:
+    async def end_session(self, session: ClientSession) -> None:
         """Forget a session's models and samplers; checkpoints stay."""
         prefix = f"{session.identity}:"
         gone = [one for one in self._models if one.startswith(prefix)]
@@ -206,7 +210,7 @@ class Front:
         if gone:
             await self.ranks.do(work.Forget(names=[*gone, *names]))
 
-    async def train(self, model: Model, body: bytes) -> Answer:
+    async def train(self, model: Model, body: bytes) -> Body:
         inputs = {name: loss.inputs for name, loss in LOSSES.items()}
         request = protobuf.read_pass(body, inputs)
         known = LOSSES[request.loss].settings
@@ -227,13 +231,11 @@ class Front:
                 is_forward_only=request.is_forward_only,
             )
         )
-        assert isinstance(computed, work.Computed)
+        assert isinstance(computed, work.PassDone)
         sums = {f"{name}:sum": value for name, value in computed.sums.items()}
-        return Answer(
-            protobuf.write_pass(request.data, computed.log_probs, {**sums, **metrics}), protobuf.MEDIA_TYPE
-        )
+        return Body(protobuf.write_pass(request.data, computed.log_probs, {**sums, **metrics}), protobuf.MEDIA_TYPE)
 
-    async def step(self, model: Model, adam: Mapping[str, Any]) -> Answer:
+    async def step(self, model: Model, adam: Mapping[str, Any]) -> Body:
         defaults = {
             "learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.0, "grad_clip_norm": 0.0,
         }  # fmt: skip
@@ -253,13 +255,13 @@ class Front:
                 clip=values["grad_clip_norm"],
             )
         )
-        assert isinstance(stepped, work.Stepped)
+        assert isinstance(stepped, work.StepDone)
         model.num_steps = stepped.num_steps
         return to_json({"metrics": {"grad_norm:mean": stepped.gradient_norm, "num_steps:max": stepped.num_steps}})
 
     # Checkpoints
 
-    async def save(self, model: Model, kind: str, name: str, ttl: int | None, metadata: Any, overwrite: bool) -> Answer:
+    async def save(self, model: Model, kind: str, name: str, ttl: int | None, metadata: Any, overwrite: bool) -> Body:
         path = f"{_SCHEME}{model.identity}/{kind}/{_check_name(name)}"
         folder = self._find_folder(path)
         if folder.exists():
@@ -271,7 +273,7 @@ class Front:
         if kind == SAMPLER:
             await self.ranks.do(work.Keep(model=model.identity, name=path))
         now = time.time()
-        checkpoint = Checkpoint(
+        checkpoint = SavedModel(
             path=path,
             model=model.identity,
             owner=model.owner,
@@ -286,7 +288,7 @@ class Front:
         write_private(folder / _META, msgspec.json.encode(checkpoint))
         return to_json({"path": path})
 
-    async def load(self, model: Model, path: str, has_optimizer: bool) -> Answer:
+    async def load(self, model: Model, path: str, has_optimizer: bool) -> Body:
         await self._load(model, path, has_optimizer)
         return to_json({"path": path, "model_id": model.identity})
 
@@ -298,36 +300,36 @@ class Front:
         # A sequence of later steps is no longer of this model.
         model.num_steps = done.num_steps if has_optimizer else checkpoint.num_steps
 
-    def list_checkpoints(self, owner: str, model: str | None = None) -> list[Checkpoint]:
+    def list_checkpoints(self, owner: str, model: str | None = None) -> list[SavedModel]:
         found = []
         for meta in sorted(self._folder.glob(f"*/*/*/{_META}")):
-            one = msgspec.json.decode(meta.read_bytes(), type=Checkpoint)
+            one = msgspec.json.decode(meta.read_bytes(), type=SavedModel)
             if one.expires is not None and one.expires < time.time():
                 shutil.rmtree(meta.parent, ignore_errors=True)
             elif one.owner == owner and model in (None, one.model):
                 found.append(one)
         return found
 
-    def find_checkpoint(self, path: str, owner: str) -> Checkpoint:
+    def find_checkpoint(self, path: str, owner: str) -> SavedModel:
         meta = self._find_folder(path) / _META
-        checkpoint = msgspec.json.decode(meta.read_bytes(), type=Checkpoint) if meta.exists() else None
+        checkpoint = msgspec.json.decode(meta.read_bytes(), type=SavedModel) if meta.exists() else None
         if checkpoint is None or checkpoint.owner != owner:
             raise NotFound(f"there is no checkpoint {path}")
         if checkpoint.expires is not None and checkpoint.expires < time.time():
             raise NotFound(f"{path} has expired")
         return checkpoint
 
-    async def delete_checkpoint(self, checkpoint: Checkpoint) -> None:
+    async def delete_checkpoint(self, checkpoint: SavedModel) -> None:
         shutil.rmtree(self._find_folder(checkpoint.path))
         if checkpoint.kind == SAMPLER:
             await self.ranks.do(work.Forget(names=[checkpoint.path]))
 
-    def set_expiry(self, checkpoint: Checkpoint, ttl: int | None) -> None:
+    def set_expiry(self, checkpoint: SavedModel, ttl: int | None) -> None:
         expires = None if ttl is None else time.time() + ttl
         changed = msgspec.structs.replace(checkpoint, expires=expires)
         write_private(self._find_folder(checkpoint.path) / _META, msgspec.json.encode(changed))
 
-    def describe_checkpoint(self, one: Checkpoint) -> dict[str, Any]:
+    def describe_checkpoint(self, one: SavedModel) -> dict[str, Any]:
         kind, name = one.path.removeprefix(_SCHEME).split("/")[1:]
         described = {
             "checkpoint_id": f"{kind}/{name}",
@@ -368,7 +370,7 @@ class Front:
 
     # Sampling
 
-    async def keep_unnamed(self, model: Model, session: Session, number: int) -> Answer:
+    async def keep_unnamed(self, model: Model, session: ClientSession, number: int) -> Body:
         """Keep a model's weights for a sampler that has no path."""
         if number not in session.samplers:
             name = f"{self._mark}-{next(self._kept)}"
@@ -380,7 +382,7 @@ class Front:
                 await self.ranks.do(work.Forget(names=old))
         return to_json({"sampling_session_id": session.samplers[number].identity})
 
-    def create_sampler(self, session: Session, number: int, path: str | None) -> Sampler:
+    def create_sampler(self, session: ClientSession, number: int, path: str | None) -> SamplerState:
         if number in session.samplers:
             return session.samplers[number]
         if path is None:
@@ -392,28 +394,30 @@ class Front:
         sampler.model, sampler.num_steps, sampler.path = checkpoint.model, checkpoint.num_steps, path
         return sampler
 
-    def _add_sampler(self, session: Session, number: int, name: str | None, model: Model | None) -> Sampler:
+    def _add_sampler(self, session: ClientSession, number: int, name: str | None, model: Model | None) -> SamplerState:
         identity = f"{session.identity}:sample:{number}"
-        sampler = Sampler(identity, session.owner, name)
+        sampler = SamplerState(identity, session.owner, name)
         if model is not None:
             sampler.model, sampler.num_steps = model.identity, model.num_steps
         session.samplers[number] = self._samplers[identity] = sampler
         return sampler
 
-    def sample(self, sampler: Sampler, number: int, wanted: sampling.Wanted, has_prompt: bool) -> tuple[Future, list[str]]:
+    def sample(
+        self, sampler: SamplerState, number: int, wanted: sampling.Wanted, has_prompt: bool
+    ) -> tuple[Future, list[str]]:
         """Begin to sample; return the future, and the names that the sequences will have."""
         if number not in sampler.requests:
             names = [f"{sampler.identity}:{number}:{index}" for index in range(wanted.num_samples)]
 
-            async def perform() -> Answer:
+            async def perform() -> Body:
                 return await self._sample(sampler, wanted, names, has_prompt)
 
             sampler.requests[number] = self.futures.begin(sampler.owner, perform), names
         return sampler.requests[number]
 
     async def _sample(
-        self, sampler: Sampler, wanted: sampling.Wanted, names: Sequence[str], has_prompt: bool
-    ) -> Answer:
+        self, sampler: SamplerState, wanted: sampling.Wanted, names: Sequence[str], has_prompt: bool
+    ) -> Body:
         sampling.check_fits(wanted, self.served.longest)
         room = self.served.longest - len(wanted.prompt)
         wanted = dataclasses.replace(wanted, max_tokens=min(wanted.max_tokens, room))
@@ -425,12 +429,12 @@ class Front:
         if has_prompt:
             prompt = wanted.prompt.astype("<i4").tobytes()
             computed = await self.ranks.do(work.Score(name=sampler.name, sequences=[prompt]))
-            assert isinstance(computed, work.Computed)
+            assert isinstance(computed, work.PassDone)
             log_probs = np.append(np.float32(np.nan), np.frombuffer(computed.log_probs[0], "<f4"))
-        return Answer(protobuf.write_samples(responses, log_probs), protobuf.MEDIA_TYPE)
+        return Body(protobuf.write_samples(responses, log_probs), protobuf.MEDIA_TYPE)
 
     def _note(
-        self, sampler: Sampler, held: sampling.Held, name: str, wanted: sampling.Wanted, response: Response
+        self, sampler: SamplerState, held: sampling.Held, name: str, wanted: sampling.Wanted, response: Response
     ) -> None:
         tags = {span.version for span in response.spans}
         if response.fingerprint != held.fingerprint or tags != {str(held.version)}:

@@ -18,7 +18,7 @@ _MOST_KNOWN = 1 << 14
 
 
 @dataclasses.dataclass(frozen=True)
-class Answer:
+class Body:
     """A result as its client gets it."""
 
     body: bytes
@@ -31,19 +31,19 @@ class Future:
 
     identity: str
     owner: str
-    answer: Answer | None = None
+    answer: Body | None = None
     done: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
 
-    def give(self, answer: Answer) -> None:
+    def give(self, answer: Body) -> None:
         self.answer = answer
         self.done.set()
 
 
-def to_json(value: object) -> Answer:
-    return Answer(msgspec.json.encode(value))
+def to_json(value: object) -> Body:
+    return Body(msgspec.json.encode(value))
 
 
-def to_failure(error: BaseException) -> Answer:
+def to_failure(error: BaseException) -> Body:
     """Return the answer to a request that cannot be done; its client raises it, and does not repeat it."""
     if isinstance(error, MegatronRLError):
         return to_json({"error": str(error), "category": "user"})
@@ -51,7 +51,7 @@ def to_failure(error: BaseException) -> Answer:
     return to_json({"error": f"the service failed: {error!r}; its log has the traceback", "category": "server"})
 
 
-Perform = Callable[[], Awaitable[Answer]]
+Perform = Callable[[], Awaitable[Body]]
 
 
 class Futures:
@@ -89,7 +89,7 @@ class Futures:
         return future if future is not None and future.owner == owner else None
 
 
-class Order:
+class ModelLine:
     """The requests of one model, which begin to take effect when all before have."""
 
     def __init__(self, futures: Futures, owner: str) -> None:

@@ -58,6 +58,8 @@ class ServedLoss:
     """Computes the losses of targets, of which `advantages_N` are the weights of `cross_entropy`."""
     inputs: tuple[str, ...] = (LOG_PROBS, ADVANTAGES)
     settings: tuple[str, ...] = ()
+    is_weighed: bool = True
+    """Whether a target of weight or advantage 0 has no gradient."""
     bounds: tuple[float, float] = (0.8, 1.2)
 
 
@@ -68,8 +70,13 @@ LOSSES: Mapping[str, ServedLoss] = {
     "ppo": ServedLoss(lambda t, s: compute_clipped(t.ratio_N, t.advantages_N, s).loss_N, settings=_CLIP),
     "cispo": ServedLoss(lambda t, s: cispo.compute_loss(t, s).loss_N, settings=_CLIP, bounds=(0.0, 4.0)),
     "gspo": ServedLoss(_weigh_sequence_ratio, (LOG_PROBS, ADVANTAGES, SEQUENCE_MASK), settings=_CLIP),
-    "dro": ServedLoss(_regularize, settings=("beta",)),
+    "dro": ServedLoss(_regularize, settings=("beta",), is_weighed=False),
 }
+
+
+def find_weight(loss: ServedLoss) -> str:
+    """Return the input by which a loss weighs its targets."""
+    return WEIGHTS if WEIGHTS in loss.inputs else ADVANTAGES
 
 
 def find_settings(name: str, settings: Mapping[str, float]) -> Bounds:

@@ -14,6 +14,7 @@ import torch
 from megatron_rl.algorithm.sequences import Sequences
 from megatron_rl.errors import InputError
 from megatron_rl.ops.shared_prompt.layout import ROOT
+from megatron_rl.tinker.losses import ServedLoss, find_weight
 from megatron_rl.tinker.work import Datum
 from megatron_rl.trainer.data.forest import Segment
 from megatron_rl.trainer.data.packing import Pack, pack_segments
@@ -95,16 +96,22 @@ def _count_common(a: np.ndarray, b: np.ndarray) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class ServedBatch:
-    """A micro-batch: a pack, and the values of the loss's inputs for each target."""
+    """A micro-batch: a pack, and the values of the loss's inputs for each target.
+
+    The log-prob of a token after the same tokens is computed once for all targets that have no weight.
+    """
 
     pack: Pack
+    places_N: torch.Tensor
+    """The target of the pack that has each target's log-prob."""
+    sequences_N: torch.Tensor
     inputs: Mapping[str, torch.Tensor]
     lengths_S: torch.Tensor
     longest: int
 
     @property
     def sequences(self) -> Sequences:
-        return Sequences(self.pack.target_sequences_N, self.lengths_S, self.longest)
+        return Sequences(self.sequences_N, self.lengths_S, self.longest)
 
 
 def divide(data: Sequence[Datum], most_tokens: int) -> list[list[int]]:
@@ -126,7 +133,7 @@ def divide(data: Sequence[Datum], most_tokens: int) -> list[list[int]]:
     return packs
 
 
-def lay_out(data: Sequence[Datum], multiple_of: int, vocab_size: int, inputs: Sequence[str]) -> ServedBatch:
+def lay_out(data: Sequence[Datum], multiple_of: int, vocab_size: int, loss: ServedLoss) -> ServedBatch:
     """Lay out a pack; without data it consists of padding."""
     forest, sequences = Forest(), [read_tokens(datum) for datum in data]
     for tokens in sequences:
@@ -138,17 +145,29 @@ def lay_out(data: Sequence[Datum], multiple_of: int, vocab_size: int, inputs: Se
     flat = _join(targets, np.int64)
     if len(flat) and (flat.min() < 0 or flat.max() >= vocab_size):
         raise InputError(f"a target is outside the vocabulary of {vocab_size}: use the tokenizer of the model")
+    values = {
+        name: _join([np.frombuffer(datum.inputs[name], "<f4") for datum in data], np.float32) for name in loss.inputs
+    }
+    of_rows, sequences_N = _join(rows, np.int64), np.repeat(np.arange(len(data)), lengths)
+    # Targets with a gradient are not joined: on a device, sums of several would have no fixed order.
+    own = np.arange(1, len(flat) + 1)
+    is_own = values[find_weight(loss)] != 0 if loss.is_weighed else np.ones(len(flat), dtype=bool)
+    keys = np.where(is_own, -own, of_rows * vocab_size + flat)
+    _, first, places = np.unique(keys, return_index=True, return_inverse=True)
     pack = dataclasses.replace(
         pack,
-        target_rows_N=torch.from_numpy(_join(rows, np.int64)),
-        target_tokens_N=torch.from_numpy(flat),
-        target_sequences_N=torch.from_numpy(np.repeat(np.arange(len(data)), lengths)),
+        target_rows_N=torch.from_numpy(of_rows[first]),
+        target_tokens_N=torch.from_numpy(flat[first]),
+        target_sequences_N=torch.from_numpy(sequences_N[first]),
     )
-    values = {
-        name: torch.from_numpy(_join([np.frombuffer(datum.inputs[name], "<f4") for datum in data], np.float32))
-        for name in inputs
-    }
-    return ServedBatch(pack, values, torch.tensor(lengths, dtype=torch.int64), max(lengths, default=1))
+    return ServedBatch(
+        pack,
+        torch.from_numpy(places),
+        torch.from_numpy(sequences_N),
+        {name: torch.from_numpy(value) for name, value in values.items()},
+        torch.tensor(lengths, dtype=torch.int64),
+        max(lengths, default=1),
+    )
 
 
 def read_tokens(datum: Datum) -> np.ndarray:

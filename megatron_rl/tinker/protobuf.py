@@ -7,32 +7,19 @@ import numpy as np
 
 from megatron_rl.errors import InputError, PlatformError
 from megatron_rl.shared.protocol.wire import Response
+from megatron_rl.tinker.provenance import Claims, TokenClaim
 from megatron_rl.tinker.work import Datum
 
 try:
     from tinker.proto import tinker_public_pb2 as messages
 except ImportError as error:
-    raise PlatformError(f"--stage serve needs the package tinker ({error}): pip install 'megatron_rl[tinker]'") from None
+    raise PlatformError(
+        f"--stage serve needs the package tinker ({error}): pip install 'megatron_rl[tinker]'"
+    ) from None
 
 _DTYPES = {1: "<f4", 2: "<i8", 3: "<i4"}
 _TARGETS = "target_tokens"
 MEDIA_TYPE = "application/x-protobuf"
-
-
-class Span(NamedTuple):
-    """Positions that a datum says to be those of a sequence's prompt, or of what was sampled after it."""
-
-    sequence: str
-    is_sampled: bool
-    offset: int
-    length: int
-
-
-class Claims(NamedTuple):
-    """The sequences that a datum names for its input and for its targets."""
-
-    inputs: tuple[Span, ...]
-    targets: tuple[Span, ...]
 
 
 class PassRequest(NamedTuple):
@@ -55,7 +42,9 @@ def read_pass(body: bytes, inputs_of: Mapping[str, Sequence[str]]) -> PassReques
         raise InputError(f"the loss {request.loss_fn!r} is not served; these are: {', '.join(inputs_of)}")
     inputs = inputs_of[request.loss_fn]
     data = [_read_datum(number, one, inputs, request.forward_only) for number, one in enumerate(request.data)]
-    claims = [Claims(_read_spans(one.model_input_spans), _read_spans(one.loss_fn_input_spans)) for one in request.data]
+    claims = [
+        Claims(_read_claims(one.model_input_spans), _read_claims(one.loss_fn_input_spans)) for one in request.data
+    ]
     return PassRequest(data, claims, request.loss_fn, settings, request.forward_only)
 
 
@@ -126,15 +115,17 @@ def _read_tensor(number: int, name: str, tensor: Any) -> np.ndarray:
         dense[np.repeat(np.arange(shape[0]), np.diff(rows)), columns] = values
         return dense
     except (ValueError, IndexError) as error:
-        raise InputError(f"datum {number}: {name} does not have the shape {list(shape)} that it names: {error}") from None
+        raise InputError(
+            f"datum {number}: {name} does not have the shape {list(shape)} that it names: {error}"
+        ) from None
 
 
-def _read_spans(spans: Any) -> tuple[Span, ...]:
+def _read_claims(spans: Any) -> tuple[TokenClaim, ...]:
     found = []
     for span in spans:
         kind = span.WhichOneof("span") or "prompt_tokens"
         run = getattr(span, kind)
-        found.append(Span(run.sequence_id, kind == "sampled_tokens", run.offset, run.length))
+        found.append(TokenClaim(run.sequence_id, kind == "sampled_tokens", run.offset, run.length))
     return tuple(found)
 
 

@@ -8,17 +8,33 @@ service's folder (`sequences.bin`), so that the check holds after a restart.
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
 from megatron_rl.errors import InputError
 from megatron_rl.shared.records.append_file import AppendFile
-from megatron_rl.tinker.losses import LOG_PROBS
-from megatron_rl.tinker.protobuf import Claims, Span
+from megatron_rl.tinker.losses import ADVANTAGES, LOG_PROBS, WEIGHTS
 from megatron_rl.tinker.work import Datum
 
 FILE_NAME = "sequences.bin"
+
+
+class TokenClaim(NamedTuple):
+    """Positions that a datum says to be those of a sequence's prompt, or of what was sampled after it."""
+
+    sequence: str
+    is_sampled: bool
+    offset: int
+    length: int
+
+
+class Claims(NamedTuple):
+    """The sequences that a datum names for its input and for its targets."""
+
+    inputs: tuple[TokenClaim, ...]
+    targets: tuple[TokenClaim, ...]
 
 
 class Sampled(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,9 +96,7 @@ class SequenceRecord:
             return {}
         return {"age:max": float(max(ages)), "age:min": float(min(ages))}
 
-    def _check_datum(
-        self, name: str, datum: Datum, claims: Claims, bearer: Bearer, is_required: bool
-    ) -> Iterator[int]:
+    def _check_datum(self, name: str, datum: Datum, claims: Claims, bearer: Bearer, is_required: bool) -> Iterator[int]:
         if not claims.inputs and not claims.targets:
             if is_required:
                 raise InputError(f"{name} names no sequences, and --require-provenance trains on no other data")
@@ -91,14 +105,26 @@ class SequenceRecord:
             raise InputError(f"{name} names the sequences of its input or of its targets, and not both: send both")
         if datum.width > 1:
             raise InputError(f"{name} has {datum.width} targets a position, which no sequence has sampled")
-        sent = datum.inputs.get(LOG_PROBS)
-        log_probs = None if sent is None else np.frombuffer(sent, "<f4")
-        yield from self._check_tiles(f"{name}'s input", claims.inputs, datum.tokens, None, bearer)
-        yield from self._check_tiles(f"{name}'s targets", claims.targets, datum.targets, log_probs, bearer)
+        inputs = {kind: np.frombuffer(value, "<f4") for kind, value in datum.inputs.items()}
+        weights = inputs.get(WEIGHTS, inputs.get(ADVANTAGES))
+        yield from self._check_tiles(f"{name}'s input", claims.inputs, datum.tokens, None, None, bearer)
+        yield from self._check_tiles(
+            f"{name}'s targets", claims.targets, datum.targets, inputs.get(LOG_PROBS), weights, bearer
+        )
 
     def _check_tiles(
-        self, name: str, spans: Sequence[Span], tokens: bytes, log_probs: np.ndarray | None, bearer: Bearer
+        self,
+        name: str,
+        spans: Sequence[TokenClaim],
+        tokens: bytes,
+        log_probs: np.ndarray | None,
+        weights: np.ndarray | None,
+        bearer: Bearer,
     ) -> Iterator[int]:
+        """Check that spans tile these tokens; yield the age of each that was sampled.
+
+        Clients fill targets without a weight, of a prompt, with any token.
+        """
         place, ends = 0, dict[tuple[str, bool], int]()
         wanted = np.frombuffer(tokens, "<i4")
         for span in spans:
@@ -114,7 +140,10 @@ class SequenceRecord:
             ends[key] = span.offset + span.length
             mine = wanted[place : place + span.length]
             theirs = whole[span.offset : span.offset + span.length]
-            if len(mine) < span.length or (mine != theirs).any():
+            is_other = mine != theirs if len(mine) == span.length else np.ones(1, dtype=bool)
+            if weights is not None and not span.is_sampled and len(mine) == span.length:
+                is_other = is_other & (weights[place : place + span.length] != 0)
+            if is_other.any():
                 raise InputError(f"{where}, whose tokens are others")
             if span.is_sampled and log_probs is not None:
                 own = np.frombuffer(sampled.log_probs, "<f4")[span.offset : span.offset + span.length]
@@ -126,7 +155,7 @@ class SequenceRecord:
         if place != len(wanted):
             raise InputError(f"{name} has {len(wanted)} tokens, and its spans name {place}: name each token once")
 
-    def _find(self, name: str, span: Span, bearer: Bearer) -> Sampled:
+    def _find(self, name: str, span: TokenClaim, bearer: Bearer) -> Sampled:
         sampled = self._known.get(span.sequence)
         # The client of another key learns nothing of a sequence, not even that it is there.
         if sampled is None or sampled.owner != bearer.owner:

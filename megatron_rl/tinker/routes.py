@@ -22,7 +22,7 @@ from megatron_rl.shared.records.append_file import write_private
 from megatron_rl.sidecar.group_maker import Samplers
 from megatron_rl.sidecar.serving import find_url, open_listener, serve
 from megatron_rl.sidecar.settings import SidecarSettings
-from megatron_rl.tinker import protobuf, work
+from megatron_rl.tinker import ADDRESS_FILE, KEY_FILE, protobuf, work
 from megatron_rl.tinker.front import SAMPLER, TRAINING, Front, NotFound, Served, derive_seed
 from megatron_rl.tinker.futures import Future
 from megatron_rl.tinker.provenance import SequenceRecord
@@ -30,7 +30,6 @@ from megatron_rl.tinker.ranks import Ranks
 from megatron_rl.tinker.sampling import Decode, Wanted
 
 KEYS_VARIABLE = "MEGATRON_RL_SERVE_KEYS"
-KEY_FILE, ADDRESS_FILE = "serve-key", "serve-address"
 _MOST_BYTES = 1 << 28
 _POLL_SECONDS = 30.0
 _CLIENT_CONFIG = {"use_pyqwest_transport": False, "parallel_fwdbwd_chunks": False}
@@ -369,7 +368,9 @@ def read_keys(path: Path | None, folder: Path) -> list[str]:
             write_private(own, f"tml-{secrets.token_hex(24)}\n".encode())
         keys = own.read_text().split()
     if wrong := [number for number, key in enumerate(keys) if not key.startswith(("tml-", "eyJ")) or len(key) < 20]:
-        raise InputError(f"key {wrong[0]} must begin with tml- and have at least 20 characters: Tinker's client asks so")
+        raise InputError(
+            f"key {wrong[0]} must begin with tml- and have at least 20 characters: Tinker's client asks so"
+        )
     return keys
 
 

@@ -72,11 +72,11 @@ class WeightTurns:
                 self._held = None
                 self._num_published += 1
                 try:
-                    published = await self._ranks.do(work.Publish(name=name, version=self._num_published))
+                    published = await self._ranks.do(work.Bring(name=name, version=self._num_published))
                 except Exception as error:
                     self._answer(name, error)
                     continue
-                assert isinstance(published, work.Published)
+                assert isinstance(published, work.PublishDone)
                 self._held = Held(name, self._num_published, published.fingerprint)
             self._answer(name, self._held)
 

@@ -170,9 +170,7 @@ class ModelStates:
         self._policy.optimizer.zero_grad()
 
     def _list_weights(self) -> list[torch.Tensor]:
-        return [
-            one.data for chunk in self._policy.wrapped for one in chunk.parameters() if one.requires_grad
-        ]
+        return [one.data for chunk in self._policy.wrapped for one in chunk.parameters() if one.requires_grad]
 
     def _list_inner(self) -> list[Any]:
         """List torch's optimizers in Megatron's."""

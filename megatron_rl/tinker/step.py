@@ -8,7 +8,7 @@ import torch
 from megatron.core.utils import get_model_config
 
 from megatron_rl.algorithm.declaration import Targets
-from megatron_rl.tinker.losses import ADVANTAGES, LOG_PROBS, LOSSES, WEIGHTS, Bounds
+from megatron_rl.tinker.losses import LOG_PROBS, LOSSES, Bounds, find_weight
 from megatron_rl.tinker.packs import ServedBatch
 from megatron_rl.trainer.mcore.step import auxiliary
 from megatron_rl.trainer.mcore.step.forward_step import ForwardStep, Report
@@ -34,8 +34,8 @@ class ServedStep(ForwardStep):
         self, batch: ServedBatch, output_tensor: torch.Tensor
     ) -> tuple[torch.Tensor, Report]:
         """Return the sum of a micro-batch's losses, and its log-probs."""
-        inputs, policy_N = batch.inputs, output_tensor
-        advantages_N = inputs[WEIGHTS] if WEIGHTS in self._loss.inputs else inputs[ADVANTAGES]
+        inputs, policy_N = batch.inputs, output_tensor.index_select(0, batch.places_N)
+        advantages_N = inputs[find_weight(self._loss)]
         old_N = inputs.get(LOG_PROBS, policy_N.detach())
         targets = Targets(policy_N, old_N, advantages_N, batch.sequences, old_N, inputs)
         loss = self._loss.compute(targets, self._settings).sum()

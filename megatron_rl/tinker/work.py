@@ -62,7 +62,7 @@ class Forget(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     names: list[str]
 
 
-class Publish(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Bring(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Bring weights that were kept to the engines, as this version; without a name, the base's."""
 
     name: str | None
@@ -98,7 +98,7 @@ class Export(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     folder: str
 
 
-Work = Create | Pass | Step | Keep | Forget | Publish | Score | Save | Load | Export
+Work = Create | Pass | Step | Keep | Forget | Bring | Score | Save | Load | Export
 
 
 class Assigned(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,20 +108,20 @@ class Assigned(msgspec.Struct, frozen=True, kw_only=True):
     work: Work
 
 
-class Computed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class PassDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The result of a pass: the log-probs of each datum's targets, and the sums of its losses."""
 
     log_probs: list[bytes]
     sums: dict[str, float]
 
 
-class Stepped(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     gradient_norm: float
     num_steps: int
     """The number of steps that the model has made."""
 
 
-class Published(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class PublishDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     fingerprint: str
     answer: PublishAnswer
 
@@ -138,7 +138,7 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reason: str
 
 
-Result = Computed | Stepped | Published | Done | Failed
+Result = PassDone | StepDone | PublishDone | Done | Failed
 
 ASSIGNED = msgspec.msgpack.Decoder(Assigned | None)
 RESULT = msgspec.msgpack.Decoder(Result)

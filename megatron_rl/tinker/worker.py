@@ -1,7 +1,7 @@
 """A rank of a service: it does the work that the front hands out, one piece at a time, together with the others.
 
 Rank 0 asks for the next piece and sends its result; the others get the piece from rank 0. A piece that cannot be done
-fails on all ranks before anything has changed, and the service goes on.
+fails on all ranks before anything has changed, and the service continues.
 """
 
 import copy
@@ -22,8 +22,8 @@ from megatron_rl.errors import InputError
 from megatron_rl.observe.timeline import Timeline
 from megatron_rl.shared.protocol.client import RolloutClient
 from megatron_rl.sidecar.child import OwnSidecar
-from megatron_rl.tinker import packs, work
-from megatron_rl.tinker.losses import LOSSES, find_settings
+from megatron_rl.tinker import ADDRESS_FILE, KEY_FILE, packs, work
+from megatron_rl.tinker.losses import LOSSES, ServedLoss, find_settings
 from megatron_rl.tinker.states import ModelStates
 from megatron_rl.tinker.step import ServedStep
 from megatron_rl.trainer.data.batch import build_preparation
@@ -71,7 +71,7 @@ class Worker(Loop):
             work.Step: self._step,
             work.Keep: self._keep,
             work.Forget: self._forget,
-            work.Publish: self._publish,
+            work.Bring: self._publish,
             work.Score: self._score,
             work.Save: self._save,
             work.Load: self._load,
@@ -91,21 +91,23 @@ class Worker(Loop):
     def train(self) -> int:
         """Do work until this process is asked to stop; return the number of pieces."""
         self._stop.begin()
-        num_done, last, encoded = 0, 0, b""
+        num_done, last = 0, work.Assigned(number=0, work=work.Forget(names=[]))
         while not any(self._session.gather(self._stop.is_asked)):
             with self._timeline.span("waiting"):
                 found = self._session.run_on_first(lambda: self._client.take_work(_POLL_SECONDS))
             assigned = None if found is None else work.ASSIGNED.decode(found)
-            if assigned is not None and assigned.number == last:
-                # The answer to the last result was lost.
-                self._session.run_on_first(lambda: self._client.give_result(last, encoded))
-            elif assigned is not None:
+            if assigned is None:
+                continue
+            # The same number again: the answer to its result was lost.
+            if assigned.number != last.number:
                 with self._timeline.span(type(assigned.work).__name__.lower()):
                     result = self._do(assigned.work)
-                last, encoded = assigned.number, msgspec.msgpack.encode(result)
-                self._session.run_on_first(lambda: self._client.give_result(last, encoded))
-                num_done += 1
+                last, num_done = assigned, num_done + 1
+            self._give(assigned.number, result)
         return num_done
+
+    def _give(self, number: int, result: work.Result) -> None:
+        self._session.run_on_first(lambda: self._client.give_result(number, msgspec.msgpack.encode(result)))
 
     def _do(self, wanted: work.Work) -> work.Result:
         try:
@@ -125,7 +127,7 @@ class Worker(Loop):
             step = ServedStep(wanted.loss, settings, loss_scale(len(batches)))
             return run_schedule(step, self._policy.wrapped, batches)
 
-        numbers, batches = self._lay_out(wanted.data, LOSSES[wanted.loss].inputs)
+        numbers, batches = self._lay_out(wanted.data, LOSSES[wanted.loss])
         if wanted.is_forward_only:
             reports = run_forward_only(ServedStep(wanted.loss, settings, 1.0), self._policy.wrapped, batches)
         else:
@@ -140,20 +142,18 @@ class Worker(Loop):
             work.Datum(one[:-1].tobytes(), one[1:].tobytes(), {"weights": zero})
             for one, zero in zip(whole, zeros, strict=True)
         ]
-        numbers, batches = self._lay_out(data, ("weights",))
+        numbers, batches = self._lay_out(data, LOSSES["cross_entropy"])
         step = ServedStep("cross_entropy", find_settings("cross_entropy", {}), 1.0)
         return self._collect(data, numbers, run_forward_only(step, self._policy.wrapped, batches))
 
-    def _lay_out(
-        self, data: Sequence[work.Datum], inputs: Sequence[str]
-    ) -> tuple[list[list[int]], list[packs.ServedBatch]]:
-        """Return the numbers of each pack's data, and the micro-batches of this replica, as many as every other's."""
+    def _lay_out(self, data: Sequence[work.Datum], loss: ServedLoss) -> tuple[list[list[int]], list[packs.ServedBatch]]:
+        """Return the numbers of each pack's data, and the micro-batches of this replica; every replica has the same number."""
         settings, session = self._settings, self._session
         num_parts = settings.transformer.context_parallel_size
 
         def pack(numbers: Sequence[int]) -> packs.ServedBatch:
             of_pack = [data[number] for number in numbers]
-            batch = packs.lay_out(of_pack, find_pack_multiple(settings), settings.architecture.vocab_size, inputs)
+            batch = packs.lay_out(of_pack, find_pack_multiple(settings), settings.architecture.vocab_size, loss)
             self._prepare(batch.pack.layout)
             return dataclasses.replace(batch, pack=batch.pack.divided(num_parts)) if num_parts > 1 else batch
 
@@ -197,12 +197,12 @@ class Worker(Loop):
                 for number, one in zip(numbers[place], of_data, strict=True):
                     log_probs[number] = one
         num_tokens = sum(len(datum.tokens) // 4 for datum in data)
-        return work.Computed(log_probs=log_probs, sums={"loss": loss, "tokens": float(num_tokens)})
+        return work.PassDone(log_probs=log_probs, sums={"loss": loss, "tokens": float(num_tokens)})
 
     def _step(self, wanted: work.Step) -> work.Result:
         state = self._states.use(wanted.model)
         result = self._states.step(state, wanted)
-        return work.Stepped(gradient_norm=result.gradient_norm, num_steps=state.num_steps)
+        return work.StepDone(gradient_norm=result.gradient_norm, num_steps=state.num_steps)
 
     def _keep(self, wanted: work.Keep) -> work.Result:
         self._states.keep(wanted.model, wanted.name)
@@ -212,10 +212,10 @@ class Worker(Loop):
         self._states.forget(wanted.names)
         return work.Done()
 
-    def _publish(self, wanted: work.Publish) -> work.Result:
+    def _publish(self, wanted: work.Bring) -> work.Result:
         self._states.show_kept(wanted.name)
         fingerprint = self._publisher.publish(wanted.version)
-        return work.Published(fingerprint=fingerprint, answer=self._publisher.answer)
+        return work.PublishDone(fingerprint=fingerprint, answer=self._publisher.answer)
 
     def _save(self, wanted: work.Save) -> work.Result:
         state = self._states.use(wanted.model)
@@ -259,5 +259,10 @@ def build_worker(rank: Rank, sidecar: OwnSidecar | None, stop: StopRequest) -> W
     client = connect(rank, sidecar)
     publisher = build_publisher(dataclasses.replace(rank, settings=settings), policy, client, None)
     rank.stack.callback(publisher.close)
+    rank.startup.end_part("the rest")
     rank.startup.say("all is ready")
+    if rank.session.rank == 0:
+        folder = settings.folder
+        address = (folder / ADDRESS_FILE).read_text().strip()
+        print(f"export TINKER_BASE_URL={address} TINKER_API_KEY=$(cat {folder / KEY_FILE})", flush=True)
     return Worker(settings, rank.session, policy, publisher, client, stop)

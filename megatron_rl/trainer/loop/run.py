@@ -139,9 +139,8 @@ def _prepare(settings: RunSettings, startup: Startup, stack: contextlib.ExitStac
     inputs = load_inputs(settings, checked, startup)
     for note in inputs.notes:
         print_note(note)
-    if sidecar is not None:
-        if inputs.prompts is not None:
-            sidecar.try_rewards(inputs.prompts.list_kinds())
+    if sidecar is not None and inputs.prompts is not None:
+        sidecar.try_rewards(inputs.prompts.list_kinds())
     startup.end_part("data")
     return inputs, sidecar
 
@@ -206,9 +205,7 @@ def _try_main_gradients(settings: Settings, device: torch.device) -> None:
         main_gradients.check_device(device, dtype, torch.float32 if settings.ddp.grad_reduce_in_fp32 else dtype)
 
 
-def _train(
-    settings: RunSettings, trainer: Loop, watch: Watch, stop: StopRequest, sidecar: OwnSidecar | None
-) -> None:
+def _train(settings: RunSettings, trainer: Loop, watch: Watch, stop: StopRequest, sidecar: OwnSidecar | None) -> None:
     places = RankPlaces(settings.folder) if watch.rank == 0 else None
     watch.follow(trainer, 60.0 * settings.distributed.distributed_timeout_minutes, places)
     watched: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
