@@ -19,9 +19,9 @@ class RunConfig:
 
     stage: Literal["grpo", "sft", "dpo", "serve"] = own_flag(
         "grpo",
-        "Train on responses that the policy samples, (supervised fine-tuning) on responses in the data, (direct "
-        "preference optimization) on pairs of responses in the data, of which one was preferred, or (`serve`) as "
-        "clients of Tinker's interface ask.",
+        "Train on responses that the policy samples, (supervised fine-tuning) on responses in the data, or (direct "
+        "preference optimization) on pairs of responses in the data, of which one was preferred; or `serve` Tinker's "
+        "interface.",
     )
     platform: Literal["auto", "cpu", "cuda", "npu"] = own_flag(
         "auto", "The kind of device; `auto` selects the best of this machine."

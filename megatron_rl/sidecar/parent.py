@@ -48,7 +48,7 @@ def run_shell(command: str, parent: int) -> int:
 
     def end(*_: Any) -> NoReturn:
         kill()
-        # Who waits for this process then finds the shell's ended too. `Popen.wait` holds a lock where this interrupts it.
+        # Who waits for this process then finds the shell's ended too. `Popen.wait` holds a lock where this interrupts.
         with contextlib.suppress(ChildProcessError):
             os.waitpid(shell.pid, 0)
         os._exit(1)

@@ -236,9 +236,9 @@ class Front:
         return Body(protobuf.write_pass(request.data, computed.log_probs, {**sums, **metrics}), protobuf.MEDIA_TYPE)
 
     async def step(self, model: Model, adam: Mapping[str, Any]) -> Body:
-        defaults = {
-            "learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.0, "grad_clip_norm": 0.0,
-        }  # fmt: skip
+        # Those of the client's own class.
+        defaults = {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12}
+        defaults |= {"weight_decay": 0.0, "grad_clip_norm": 0.0}
         if adam.get("type", "adamw") != "adamw":
             raise InputError(f"the optimizer {adam['type']!r} is not served: adamw is")
         values = {name: float(adam.get(name, value)) for name, value in defaults.items()}
@@ -266,7 +266,7 @@ class Front:
         folder = self._find_folder(path)
         if folder.exists():
             if not overwrite:
-                raise InputError(f"{path} is there already: write another name, or overwrite it")
+                raise InputError(f"{path} exists: write another name, or overwrite it")
             shutil.rmtree(folder)
         make_private_folder(folder)
         await self.ranks.do(work.Save(model=model.identity, folder=str(folder / "state")))
@@ -297,7 +297,7 @@ class Front:
         folder = self._find_folder(path) / "state"
         done = await self.ranks.do(work.Load(model=model.identity, folder=str(folder), has_optimizer=has_optimizer))
         assert isinstance(done, work.Done)
-        # A sequence of later steps is no longer of this model.
+        # Sequences of later steps are refused from now on.
         model.num_steps = done.num_steps if has_optimizer else checkpoint.num_steps
 
     def list_checkpoints(self, owner: str, model: str | None = None) -> list[SavedModel]:
@@ -314,7 +314,7 @@ class Front:
         meta = self._find_folder(path) / _META
         checkpoint = msgspec.json.decode(meta.read_bytes(), type=SavedModel) if meta.exists() else None
         if checkpoint is None or checkpoint.owner != owner:
-            raise NotFound(f"there is no checkpoint {path}")
+            raise NotFound(f"the checkpoint {path} does not exist")
         if checkpoint.expires is not None and checkpoint.expires < time.time():
             raise NotFound(f"{path} has expired")
         return checkpoint
@@ -345,7 +345,7 @@ class Front:
     def describe_run(self, identity: str, owner: str) -> dict[str, Any]:
         model, saved = self._models.get(identity), self.list_checkpoints(owner, identity)
         if not saved and (model is None or model.owner != owner):
-            raise NotFound(f"there is no training run {identity}")
+            raise NotFound(f"the training run {identity} does not exist")
         last = {kind: [one for one in saved if one.kind == kind][-1:] for kind in _KINDS}
         described: dict[str, Any] = {
             "training_run_id": identity,
@@ -469,7 +469,7 @@ def _find(known: Mapping[str, Any], identity: str, owner: str, what: str) -> Any
     found = known.get(identity)
     # Another key's is as if it were not there.
     if found is None or found.owner != owner:
-        raise NotFound(f"there is no {what} {identity}")
+        raise NotFound(f"the {what} {identity} does not exist")
     return found
 
 

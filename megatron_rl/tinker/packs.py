@@ -122,8 +122,8 @@ def divide(data: Sequence[Datum], most_tokens: int) -> list[list[int]]:
         tokens = read_tokens(datum)
         if len(tokens) > most_tokens:
             raise InputError(
-                f"datum {number} has {len(tokens)} tokens, and a micro-batch {most_tokens}: send shorter ones, or start "
-                "the service with a larger --seq-length or --micro-batch-size"
+                f"datum {number} has {len(tokens)} tokens, and a micro-batch {most_tokens}: send shorter ones, or "
+                "start the service with a larger --seq-length or --micro-batch-size"
             )
         if not packs or forest.num_tokens + forest.count_new(tokens) > most_tokens:
             packs.append([])

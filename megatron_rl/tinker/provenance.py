@@ -157,7 +157,7 @@ class SequenceRecord:
 
     def _find(self, name: str, span: TokenClaim, bearer: Bearer) -> Sampled:
         sampled = self._known.get(span.sequence)
-        # The client of another key learns nothing of a sequence, not even that it is there.
+        # The client of another key learns nothing of a sequence, not even that it exists.
         if sampled is None or sampled.owner != bearer.owner:
             raise InputError(f"{name}: the sequence {span.sequence!r} was not sampled here")
         if span.is_sampled and sampled.model != bearer.model:

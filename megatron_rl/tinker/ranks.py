@@ -27,7 +27,7 @@ class Ranks:
         future: asyncio.Future[work.Result] = asyncio.get_running_loop().create_future()
         self._waiting.append((wanted, future))
         self._changed.set()
-        # What was handed out is done, whether or not somebody waits for it.
+        # A piece that was handed out is done, even if its request was cancelled.
         result = await asyncio.shield(future)
         if isinstance(result, work.Failed):
             raise NotDone(result.reason)

@@ -89,7 +89,7 @@ def build_application(front: Front, keys: list[str]) -> FastAPI:
         future = front.futures.find(_text(body, "request_id"), owner)
         if future is None:
             # A client samples again, and tells its user of anything else.
-            return JSONResponse({"error": f"there is no request {body['request_id']}"}, status_code=410)
+            return JSONResponse({"error": f"this service knows no request {body['request_id']}"}, status_code=410)
         try:
             async with asyncio.timeout(_POLL_SECONDS):
                 await future.done.wait()

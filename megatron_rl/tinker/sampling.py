@@ -97,7 +97,7 @@ class WeightTurns:
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """What a client asks to be sampled."""
+    """The sequences that a client asks for."""
 
     prompt: np.ndarray
     num_samples: int

@@ -21,7 +21,7 @@ from megatron_rl.trainer.mcore.step.policy import Policy
 
 @dataclasses.dataclass
 class ModelState:
-    """A model's state while another one is in the chunks; of the one that is there, only the counts are valid."""
+    """A model's state while another one is in the chunks; of the one in the chunks, only the counts are valid."""
 
     weights: list[torch.Tensor] = dataclasses.field(default_factory=list)
     mains: list[torch.Tensor] = dataclasses.field(default_factory=list)
@@ -59,7 +59,7 @@ class ModelStates:
     def use(self, name: str) -> ModelState:
         """Put a model into the chunks."""
         if name not in self._states:
-            raise InputError(f"there is no model {name}: create it, or load it from a checkpoint")
+            raise InputError(f"no model {name} exists: create it, or load it from a checkpoint")
         state = self._states[name]
         if self._live != name:
             self._leave()
@@ -131,7 +131,7 @@ class ModelStates:
         self._clear_gradients()
 
     def leave_room(self) -> None:
-        """Make the chunks free for a checkpoint: what is there is put aside, and the optimizer is as new."""
+        """Make the chunks free for a checkpoint: their model is put aside, and the optimizer is as new."""
         self._leave()
         self._reset_optimizer()
 

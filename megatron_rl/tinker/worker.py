@@ -16,7 +16,8 @@ import numpy as np
 import torch
 
 from megatron_rl.command_line.checks import count_interleaved
-from megatron_rl.command_line.run import RunSettings, find_pack_multiple
+from megatron_rl.command_line.run import find_pack_multiple
+from megatron_rl.config.settings import Settings
 from megatron_rl.config.trainer import CheckpointConfig
 from megatron_rl.errors import InputError
 from megatron_rl.observe.timeline import Timeline
@@ -48,19 +49,22 @@ class Worker(Loop):
 
     def __init__(
         self,
-        settings: RunSettings,
+        settings: Settings,
         session: Session,
         policy: Policy,
         publisher: Publisher,
         client: RolloutClient,
         stop: StopRequest,
+        most_tokens: int,
     ) -> None:
+        """Make it; a micro-batch has at most `most_tokens`."""
         self._settings = settings
         self._session = session
         self._policy = policy
         self._publisher = publisher
         self._client = client
         self._stop = stop
+        self._most_tokens = most_tokens
         self._states = ModelStates(policy, settings.training.seed)
         self._copier = DeviceCopier(session.platform)
         self._prepare = build_preparation(settings, self._copier.device)
@@ -101,7 +105,7 @@ class Worker(Loop):
             # The same number again: the answer to its result was lost.
             if assigned.number != last.number:
                 with self._timeline.span(type(assigned.work).__name__.lower()):
-                    result = self._do(assigned.work)
+                    result = self.do(assigned.work)
                 last, num_done = assigned, num_done + 1
             self._give(assigned.number, result)
         return num_done
@@ -109,7 +113,8 @@ class Worker(Loop):
     def _give(self, number: int, result: work.Result) -> None:
         self._session.run_on_first(lambda: self._client.give_result(number, msgspec.msgpack.encode(result)))
 
-    def _do(self, wanted: work.Work) -> work.Result:
+    def do(self, wanted: work.Work) -> work.Result:
+        """Do a piece of work."""
         try:
             return self._actions[type(wanted)](wanted)
         except (InputError, NonFiniteGradient) as error:
@@ -147,7 +152,7 @@ class Worker(Loop):
         return self._collect(data, numbers, run_forward_only(step, self._policy.wrapped, batches))
 
     def _lay_out(self, data: Sequence[work.Datum], loss: ServedLoss) -> tuple[list[list[int]], list[packs.ServedBatch]]:
-        """Return the numbers of each pack's data, and the micro-batches of this replica; every replica has the same number."""
+        """Return the numbers of each pack's data, and the micro-batches of this replica: each has equally many."""
         settings, session = self._settings, self._session
         num_parts = settings.transformer.context_parallel_size
 
@@ -158,7 +163,7 @@ class Worker(Loop):
             return dataclasses.replace(batch, pack=batch.pack.divided(num_parts)) if num_parts > 1 else batch
 
         def lay_out() -> tuple[list[list[int]], list[packs.ServedBatch]]:
-            numbers = packs.divide(data, settings.sizes.largest_micro_batch)
+            numbers = packs.divide(data, self._most_tokens)
             count = math.ceil(len(numbers) / session.num_replicas)
             if settings.parallel_sizes.virtual_pipeline is not None:
                 of_turn = count_interleaved(settings)
@@ -265,4 +270,5 @@ def build_worker(rank: Rank, sidecar: OwnSidecar | None, stop: StopRequest) -> W
         folder = settings.folder
         address = (folder / ADDRESS_FILE).read_text().strip()
         print(f"export TINKER_BASE_URL={address} TINKER_API_KEY=$(cat {folder / KEY_FILE})", flush=True)
-    return Worker(settings, rank.session, policy, publisher, client, stop)
+    most_tokens = settings.sizes.largest_micro_batch
+    return Worker(settings, rank.session, policy, publisher, client, stop, most_tokens)
