@@ -34,6 +34,10 @@ _SCHEME = "tinker://"
 _MOST_UNNAMED = 4
 """The unnamed weights of a model that are kept for samplers."""
 _META = "tinker.json"
+_LEFT = "left"
+"""The name under which a model is saved whose client has gone."""
+_SILENCE_SECONDS = 300.0
+"""Clients beat every 10 seconds, and warn their users after 120 without an answer."""
 
 
 class NotFound(MegatronRLError):
@@ -57,6 +61,8 @@ class Served:
 class ClientSession:
     identity: str
     owner: str
+    heard: float = dataclasses.field(default_factory=time.monotonic)
+    """The time of the last sign of the client."""
     models: dict[int, Future] = dataclasses.field(default_factory=dict)
     samplers: dict[int, "SamplerState"] = dataclasses.field(default_factory=dict)
 
@@ -64,6 +70,7 @@ class ClientSession:
 @dataclasses.dataclass
 class Model:
     identity: str
+    session: str
     owner: str
     order: ModelLine
     metadata: Any = None
@@ -124,7 +131,9 @@ class Front:
         return self._by_idempotency[key]
 
     def find_session(self, identity: str, owner: str) -> ClientSession:
-        return _find(self._sessions, identity, owner, "session")
+        session: ClientSession = _find(self._sessions, identity, owner, "session")
+        session.heard = time.monotonic()
+        return session
 
     def find_model(self, identity: str, owner: str) -> Model:
         model = _find(self._models, identity, owner, "model")
@@ -165,15 +174,11 @@ class Front:
     def _begin_model(self, session: ClientSession, number: int, metadata: Any, make: Callable[[Model], Any]) -> Future:
         if number not in session.models:
             identity = f"{session.identity}:train:{number}"
-            model = Model(identity, session.owner, ModelLine(self.futures, session.owner), metadata)
+            model = Model(identity, session.identity, session.owner, ModelLine(self.futures, session.owner), metadata)
 
             async def perform() -> Body:
                 if len(self._models) >= self.served.most_models:
-                    oldest = min(self._models.values(), key=lambda one: one.touched)
-                    raise InputError(
-                        f"{len(self._models)} models are trained here, and --serve-most-models allows no more; the one "
-                        f"that was used least lately is {oldest.identity}: save it, and end its session"
-                    )
+                    await self._put_away()
                 self._models[identity] = model
                 try:
                     await make(model)
@@ -184,6 +189,17 @@ class Front:
 
             session.models[number] = self.futures.begin(session.owner, perform)
         return session.models[number]
+
+    async def _put_away(self) -> None:
+        """Save and forget the model whose client was last heard of; raise an error if all clients are still there."""
+        model = min(self._models.values(), key=lambda one: self._sessions[one.session].heard)
+        if time.monotonic() - self._sessions[model.session].heard < _SILENCE_SECONDS:
+            raise InputError(
+                f"{len(self._models)} models are trained here, and --serve-most-models allows no more: end a session"
+            )
+        await self.save(model, TRAINING, _LEFT, None, model.metadata, overwrite=True)
+        del self._models[model.identity]
+        await self.ranks.do(work.Forget(names=[model.identity, *model.unnamed]))
 
     def _check_adapters(self, lora: Mapping[str, Any] | None) -> None:
         wanted, own = (lora or {}).get("rank"), self.served.lora_rank
@@ -203,10 +219,10 @@ class Front:
 
     async def end_session(self, session: ClientSession) -> None:
         """Forget a session's models and samplers; checkpoints stay."""
-        prefix = f"{session.identity}:"
-        gone = [one for one in self._models if one.startswith(prefix)]
+        gone = [one.identity for one in self._models.values() if one.session == session.identity]
         names = [name for one in gone for name in self._models.pop(one).unnamed]
-        self._samplers = {name: one for name, one in self._samplers.items() if not name.startswith(prefix)}
+        for sampler in session.samplers.values():
+            self._samplers.pop(sampler.identity, None)
         if gone:
             await self.ranks.do(work.Forget(names=[*gone, *names]))
 

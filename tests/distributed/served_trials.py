@@ -22,7 +22,7 @@ MOST_TOKENS = 40
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """A model, a layout, and pieces of work; those that are None note gradients and weights of what is in the chunks."""
+    """A model, a layout, and pieces of work; each None notes gradients and weights of what is in the chunks."""
 
     folder: Path
     layout: str

@@ -195,7 +195,8 @@ def test_each_loss_is_its_formula(loss, computed, folders) -> None:
 @pytest.mark.parametrize("kind", ["mixed", "loaded"])
 def test_a_model_has_the_bits_that_it_has_alone(layout, kind, computed) -> None:
     alone, other = computed[f"{layout} alone"][-1].weights, computed[f"{layout} {kind}"][-1].weights
-    assert alone and alone.keys() == other.keys()
+    assert alone
+    assert alone.keys() == other.keys()
     assert all(torch.equal(value, other[name]) for name, value in alone.items())
 
 

@@ -1,0 +1,365 @@
+"""A service with real vLLM, by the client of Tinker's own SDK."""
+
+import concurrent.futures
+import dataclasses
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.processes import ROOT
+from tests.tinker import model
+
+tinker = pytest.importorskip("tinker", reason="Tinker's SDK has an environment of its own: make test-tinker")
+from tinker import types  # noqa: E402
+from tinker.proto import tinker_public_pb2 as messages  # noqa: E402
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+KEYS = [f"tml-{'a' * 24}", f"tml-{'b' * 24}"]
+RANK = 8
+PROMPT = [10, 11, 12, 13, 14, 15]
+ADAM = types.AdamParams(learning_rate=1e-2)
+_READY = re.compile(r"export TINKER_BASE_URL=(\S+) ")
+
+
+@dataclasses.dataclass(frozen=True)
+class Service:
+    url: str
+    folder: Path
+    models: Path
+
+    def connect(self, key: str = KEYS[0]) -> Any:
+        return tinker.ServiceClient(base_url=self.url, api_key=key)
+
+    def post(self, path: str, body: Any, key: str = KEYS[0]) -> tuple[int, Any]:
+        """Send a request as it is, once."""
+        import httpx
+
+        content = {"content": body} if isinstance(body, bytes) else {"json": body}
+        answer = httpx.post(f"{self.url}/api/v1/{path}", headers={"X-API-Key": key}, timeout=60, **content)
+        return answer.status_code, answer.json()
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    folder = tmp_path_factory.mktemp("service")
+    models = folder / "models"
+    model.save(models / model.NAME)
+    command = [
+        sys.executable, "-m", "megatron_rl.cli", "serve", "--tinker", "--hf-model", str(models / model.NAME),
+        "--serve-base-model", model.NAME, "--rollout-folder", str(folder / "run"), "--seq-length", "1024",
+        "--micro-batch-size", "2", "--rollout-max-num-seqs", "64", "--lora-rank", str(RANK),
+        "--serve-most-models", "64",
+    ]  # fmt: skip
+    environment = os.environ | {"MEGATRON_RL_SERVE_KEYS": " ".join(KEYS), "TINKER_TELEMETRY": "0"}
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            printed = ""
+            while (ready := _READY.search(printed)) is None:
+                line = process.stdout.readline()
+                assert line, f"the service has ended\n{printed}"
+                printed += line
+            assert not any(key in printed for key in KEYS)
+            yield Service(ready[1], folder / "run", models)
+            process.send_signal(signal.SIGTERM)
+            process.wait(120)
+        finally:
+            process.kill()
+
+
+@pytest.fixture
+def client(service: Service) -> Any:
+    return service.connect()
+
+
+def begin(client: Any, seed: int = 1) -> Any:
+    return client.create_lora_training_client(base_model=model.NAME, rank=RANK, seed=seed).result()
+
+
+def make_datum(tokens: Sequence[int], targets: Sequence[int], **inputs: Sequence[float]) -> Any:
+    values = {"target_tokens": [*targets], **{name: [*one] for name, one in inputs.items()}}
+    return types.Datum(model_input=types.ModelInput.from_ints([*tokens]), loss_fn_inputs=values)
+
+
+def draw_chats(seed: int, count: int = 6) -> list[Any]:
+    draw = np.random.default_rng(seed)
+    chats = [[*PROMPT, *draw.integers(0, 250, 3 + number).tolist()] for number in range(count)]
+    return [make_datum(one[:-1], one[1:], weights=[0.0] * 5 + [1.0] * (len(one) - 6)) for one in chats]
+
+
+def read(result: Any) -> list[bytes]:
+    return [np.asarray(one["logprobs"].data, "<f4").tobytes() for one in result.loss_fn_outputs]
+
+
+def sample(sampler: Any, count: int = 2, seed: int = 5, **params: Any) -> Any:
+    wanted = types.SamplingParams(max_tokens=8, seed=seed, **params)
+    return sampler.sample(prompt=types.ModelInput.from_ints(PROMPT), num_samples=count, sampling_params=wanted).result()
+
+
+def test_a_model_learns_and_its_samplers_keep_its_weights(client) -> None:
+    training = begin(client)
+    assert training.get_info().model_data.model_name == model.NAME
+    data = draw_chats(0)
+    first = training.save_weights_and_get_sampling_client().result()
+    before = sample(first)
+    losses = []
+    for _ in range(6):
+        # Both are sent before either is answered.
+        passed, stepped = training.forward_backward(data, "cross_entropy"), training.optim_step(ADAM)
+        losses.append(passed.result().metrics["loss:sum"])
+        assert stepped.result().metrics["grad_norm:mean"] > 0
+    assert losses[-1] < 0.9 * losses[0]
+    second = training.save_weights_and_get_sampling_client().result()
+    after = sample(second)
+    assert [one.logprobs for one in after.sequences] != [one.logprobs for one in before.sequences]
+    # The earlier weights are sampled from again, bit for bit.
+    again = sample(first)
+    assert [(one.tokens, one.logprobs) for one in again.sequences] == [
+        (one.tokens, one.logprobs) for one in before.sequences
+    ]
+    # Engines and trainer agree about what was sampled, and so do log-probs of prompts.
+    (whole,) = [[*PROMPT, *after.sequences[0].tokens]]
+    scored = second.compute_logprobs(types.ModelInput.from_ints(whole)).result()
+    assert scored[0] is None
+    np.testing.assert_allclose(scored[len(PROMPT) :], after.sequences[0].logprobs, atol=2e-3)
+    passed = training.forward([make_datum(whole[:-1], whole[1:], weights=[0.0] * (len(whole) - 1))], "cross_entropy")
+    assert read(passed.result())[0] == np.asarray(scored[1:], "<f4").tobytes()
+    base = client.create_sampling_client(base_model=model.NAME).result()
+    assert sample(base).sequences[0].tokens == before.sequences[0].tokens
+
+
+def loop(training: Any, seed: int, pause: Callable[[], None] = lambda: None) -> list[bytes]:
+    found = []
+    for number in range(4):
+        loss = ("cross_entropy", "importance_sampling")[number % 2]
+        sampler = training.save_weights_and_get_sampling_client().result()
+        pause()
+        answered = sample(sampler, seed=seed + number).sequences
+        data = draw_chats(seed + number)
+        if loss == "importance_sampling":
+            data = [make_sampled(one, advantage) for one, advantage in zip(answered, (1.0, -1.0), strict=True)]
+        pause()
+        passed = training.forward_backward(data, loss)
+        pause()
+        training.optim_step(ADAM).result()
+        found += read(passed.result())
+    return found
+
+
+def make_sampled(sequence: Any, advantage: float) -> Any:
+    """Make a datum of a sampled sequence, as the cookbook does, with its provenance."""
+    given, tokens = len(PROMPT) - 1, sequence.tokens
+    datum = make_datum(
+        [*PROMPT, *tokens[:-1]],
+        [0] * given + [*tokens],
+        logprobs=[0.0] * given + [*sequence.logprobs],
+        advantages=[0.0] * given + [advantage] * len(tokens),
+    )
+    name = sequence.sequence_id
+    return datum.with_provenance(
+        model_input=[
+            types.PromptProvenanceSpan(sequence_id=name, length=len(PROMPT)),
+            types.SampledProvenanceSpan(sequence_id=name, length=len(tokens) - 1),
+        ],
+        loss_fn_inputs=[
+            types.PromptProvenanceSpan(sequence_id=name, offset=1, length=given),
+            types.SampledProvenanceSpan(sequence_id=name, length=len(tokens)),
+        ],
+    )
+
+
+def test_two_clients_at_once_have_the_bits_that_each_has_alone(service) -> None:
+    alone = [loop(begin(service.connect(key)), seed) for key, seed in zip(KEYS, (20, 40), strict=True)]
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        trained = [begin(service.connect(key)) for key in KEYS]
+        both = [
+            pool.submit(loop, one, seed, lambda: time.sleep(0.05)) for one, seed in zip(trained, (20, 40), strict=True)
+        ]
+        assert [one.result() for one in both] == alone
+
+
+def test_a_model_is_saved_and_loaded_with_every_bit(client, service) -> None:
+    training = begin(client)
+    for seed in (0, 1):
+        training.forward_backward(draw_chats(seed), "cross_entropy")
+        training.optim_step(ADAM)
+    path = training.save_state("two", ttl_seconds=3600).result().path
+    other = client.create_training_client_from_state_with_optimizer(path).result()
+    fresh = client.create_training_client_from_state(path).result()
+    after = []
+    for one in (training, other, fresh):
+        one.forward_backward(draw_chats(2), "cross_entropy")
+        one.optim_step(ADAM)
+        after.append(read(one.forward(draw_chats(3), "cross_entropy").result()))
+    assert after[0] == after[1] != after[2]
+    rest = client.create_rest_client()
+    run = training.model_id
+    found = rest.list_checkpoints(run).result().checkpoints
+    assert [(one.tinker_path, one.checkpoint_type) for one in found] == [(path, "training")]
+    assert found[0].expires_at is not None
+    named = training.save_weights_for_sampler("one").result().path
+    sampler = client.create_sampling_client(model_path=named).result()
+    assert sample(sampler).sequences[0].tokens
+    with pytest.raises(tinker.NotFoundError):
+        service.connect(KEYS[1]).create_rest_client().get_training_run(run).result()
+    rest.delete_checkpoint(run, "weights/two").result()
+    assert [one.tinker_path for one in rest.list_checkpoints(run).result().checkpoints] == [named]
+
+
+def test_a_request_that_comes_twice_has_one_effect_and_later_ones_wait(service, client) -> None:
+    training, twin = begin(client), begin(client)
+    data = draw_chats(7)
+    expected = []
+    for _ in range(2):
+        twin.forward_backward(data, "cross_entropy")
+        twin.optim_step(ADAM)
+    expected = read(twin.forward(data, "cross_entropy").result())
+
+    def step(number: int) -> dict[str, Any]:
+        return {"model_id": training.model_id, "seq_id": number, "adam_params": {"learning_rate": 1e-2}}
+
+    def train(number: int, is_forward_only: bool = False) -> bytes:
+        from tinker.proto.request_conv import forward_backward_request_to_proto
+
+        request = types.ForwardBackwardRequest(
+            forward_backward_input=types.ForwardBackwardInput(data=data, loss_fn="cross_entropy"),
+            model_id=training.model_id,
+            seq_id=number,
+        )
+        message = forward_backward_request_to_proto(request)
+        message.forward_only = is_forward_only
+        return message.SerializeToString()
+
+    # Backwards, and each twice.
+    sent = [
+        ("optim_step", step(4)),
+        ("forward_backward", train(3)),
+        ("optim_step", step(2)),
+        ("forward_backward", train(1)),
+    ]
+    names = [service.post(path, body)[1]["request_id"] for path, body in sent]
+    assert [service.post(path, body)[1]["request_id"] for path, body in sent] == names
+    status, done = service.post("retrieve_future", {"request_id": names[0]})
+    assert (status, done["metrics"]["num_steps:max"]) == (200, 2)
+    status, last = service.post("forward_backward", train(5, is_forward_only=True))
+    import httpx
+
+    answer = httpx.post(
+        f"{service.url}/api/v1/retrieve_future", json={"request_id": last["request_id"]}, headers={"X-API-Key": KEYS[0]}
+    )
+    output = messages.ForwardBackwardOutput.FromString(answer.content)
+    assert output.loss_fn_outputs[0].fields["logprobs"].data == b"".join(expected)
+
+
+def change(spans: Sequence[Any], number: int, **values: Any) -> list[Any]:
+    return [dataclasses.replace(one, **values) if index == number else one for index, one in enumerate(spans)]
+
+
+def test_claims_that_the_record_does_not_bear_out_are_refused(service, client) -> None:
+    training, other = begin(client), begin(client)
+    sampler = training.save_weights_and_get_sampling_client().result()
+    one, two = sample(sampler).sequences
+    foreign = sample(other.save_weights_and_get_sampling_client().result()).sequences[0]
+    hidden = begin(service.connect(KEYS[1])).save_weights_and_get_sampling_client().result()
+    right = make_sampled(one, 1.0)
+    assert training.forward_backward([right], "importance_sampling").result().metrics["age:max"] == 0.0
+    inputs, targets, values = right.model_input_spans, right.loss_fn_input_spans, right.loss_fn_inputs
+    name, length = one.sequence_id, len(one.tokens)
+
+    def moved(field: str, place: int, value: float) -> Any:
+        data = [*values[field].data]
+        data[place] = value
+        return dataclasses.replace(right, loss_fn_inputs={**values, field: data})
+
+    twice = make_datum([*PROMPT, *one.tokens[:2] * 2], [1] * 10, logprobs=[0.0] * 10, advantages=[0.0] * 10)
+    again = types.SampledProvenanceSpan(sequence_id=name, length=2)
+    of_prompt = types.PromptProvenanceSpan(sequence_id=name, length=length)
+    wrong = [
+        ("was not sampled here", dataclasses.replace(right, model_input_spans=change(inputs, 0, sequence_id="x:1"))),
+        ("tokens are others", moved("target_tokens", 7, (one.tokens[2] + 1) % 250)),
+        ("with other log-probs", moved("logprobs", 8, -0.5)),
+        ("which has", dataclasses.replace(right, loss_fn_input_spans=change(targets, 1, offset=1))),
+        ("name each token once", dataclasses.replace(right, model_input_spans=inputs[:1])),
+        ("and not both", dataclasses.replace(right, model_input_spans=[])),
+        ("in their order", dataclasses.replace(
+            twice, model_input_spans=[inputs[0], again, again], loss_fn_input_spans=targets)),
+        # Of another model, another sequence, another key, and as if a sampled token had been given.
+        ("is trained", make_sampled(foreign, 1.0)),
+        ("tokens are others", dataclasses.replace(
+            right, model_input_spans=change(inputs, 1, sequence_id=two.sequence_id))),
+        ("was not sampled here", make_sampled(sample(hidden).sequences[0], 1.0)),
+        ("which has", dataclasses.replace(right, loss_fn_input_spans=[targets[0], of_prompt])),
+    ]  # fmt: skip
+    for words, datum in wrong:
+        with pytest.raises(tinker.RequestFailedError, match=words):
+            training.forward_backward([datum], "importance_sampling").result()
+    # Nothing of them has been trained on: after a second pass over what was right, a twin has the same bits.
+    twin, plain = begin(client), dataclasses.replace(right, model_input_spans=None, loss_fn_input_spans=None)
+    for one_model, count in ((training, 1), (twin, 2)):
+        for _ in range(count):
+            one_model.forward_backward([plain], "importance_sampling")
+        one_model.optim_step(ADAM).result()
+    of_training, of_twin = (read(m.forward(draw_chats(3), "cross_entropy").result()) for m in (training, twin))
+    assert of_training == of_twin
+    later = training.forward_backward([right], "importance_sampling").result()
+    assert later.metrics["age:max"] == 1.0
+
+
+def train_one(client: Any, length: int, target: int) -> Any:
+    datum = make_datum([1] * length, [target] * length, weights=[1.0] * length)
+    return begin(client).forward_backward([datum], "cross_entropy").result()
+
+
+@pytest.mark.parametrize(("make", "words"), [
+    (lambda c: begin(c).forward_backward(draw_chats(0), "stable_reinforce").result(), "is not served"),
+    (lambda c: begin(c).forward_backward(draw_chats(0), "ppo").result(), "has no logprobs"),
+    (lambda c: train_one(c, 1, 99999), "vocabulary"),
+    (lambda c: train_one(c, 3000, 1), "micro-batch"),
+    (lambda c: c.create_lora_training_client(base_model=model.NAME, rank=16).result(), "--lora-rank 16"),
+    (lambda c: c.create_lora_training_client(base_model="other/model", rank=RANK).result(), "is not served"),
+    (lambda c: sample(c.create_sampling_client(base_model=model.NAME).result(), top_p=0.5), "top_p"),
+    (lambda c: c.create_sampling_client(model_path="tinker://a:train:0/sampler_weights/b").result(), "does not exist"),
+])  # fmt: skip
+def test_what_cannot_be_done_is_said(make, words, client) -> None:
+    with pytest.raises(tinker.TinkerError, match=words):
+        make(client)
+
+
+def test_keys_are_checked_and_tell_nothing_of_each_others_models(service, client) -> None:
+    assert service.post("create_session", {}, key="tml-wrong")[0] == 401
+    training = begin(client)
+    status, answer = service.post("get_info", {"model_id": training.model_id}, key=KEYS[1])
+    assert (status, "does not exist" in answer["error"]) == (404, True)
+    logs = b"".join(path.read_bytes() for path in service.folder.rglob("*") if path.is_file())
+    assert not any(key.encode() in logs for key in KEYS)
+
+
+@pytest.mark.parametrize(("name", "words"), [
+    ("sl_loop", ["max_steps=3", "batch_size=4", "save_every=2"]),
+    *(("rl_loop", ["max_steps=2", "batch_size=2", "group_size=4", "max_tokens=24", f"loss_fn={loss}"])
+      for loss in ("importance_sampling", "gspo")),
+])  # fmt: skip
+def test_a_recipe_of_the_cookbook_runs_as_it_is(name, words, service, tmp_path) -> None:
+    environment = {"TINKER_BASE_URL": service.url, "TINKER_API_KEY": KEYS[0], "TINKER_TELEMETRY": "0"}
+    environment["PYTHONPATH"] = str(ROOT)
+    own = [f"log_path={tmp_path}/log", f"model_name={model.NAME}", f"lora_rank={RANK}"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "tests.tinker.recipe", name, *own, *words],
+        cwd=service.models, env=os.environ | environment, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    assert "Training completed" in ended.stdout + ended.stderr
