@@ -28,6 +28,7 @@ LAYERS = (
     {"sidecar", "trainer.mcore"},
     {"command_line"},
     {"trainer.loop"},
+    {"tinker"},
     {"trainer.recipe"},
     {"recipe", "__main__"},
     {"analysis", "commands", "drift", "launch", "migrate", "verify"},

@@ -18,14 +18,12 @@ OPTIONAL_PARTS: Mapping[str, str] = {
     "teachers": "megatron_rl.sidecar.teachers",
     # --eval-command
     "eval_command": "megatron_rl.sidecar.eval_command",
-    # --stage serve
-    "tinker": "megatron_rl.tinker.routes",
 }
 """The modules that only some runs need. They are imported when a setting asks for them, and by nothing else."""
 
 
 def load_part(
-    name: Literal["hosts", "environments", "agents", "judge", "teachers", "eval_command", "tinker"],
+    name: Literal["hosts", "environments", "agents", "judge", "teachers", "eval_command"],
 ) -> ModuleType:
     """Import an optional part, and return its module."""
     return importlib.import_module(OPTIONAL_PARTS[name])

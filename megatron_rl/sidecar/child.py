@@ -23,6 +23,7 @@ from megatron_rl.sidecar.starting import News
 
 _LOG = "sidecar.log"
 MESSAGE_FILE = "sidecar.json"
+SIDECAR = "megatron_rl.sidecar"
 _ADDRESS = "address"
 _TOKEN = "token"
 _OF_RANKS = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
@@ -101,8 +102,8 @@ class OwnSidecar:
     The kernel ties it to the thread that starts it, so that must be the main thread.
     """
 
-    def __init__(self, settings: SidecarSettings):
-        """Start the process. The sidecar serves once it has tried its rewards on the rows of `try_rewards`."""
+    def __init__(self, settings: SidecarSettings, module: str = SIDECAR):
+        """Start the process, of this module. It serves once it has tried its rewards on the rows of `try_rewards`."""
         folder = self._folder = settings.folder
         make_private_folder(folder)
         # An earlier sidecar may have left them if it was killed.
@@ -112,7 +113,7 @@ class OwnSidecar:
         self._handle = LocalLauncher().start(
             ProcessSpec(
                 name="sidecar",
-                command=(sys.executable, "-m", "megatron_rl.sidecar", MESSAGE_FLAG, str(folder / MESSAGE_FILE)),
+                command=(sys.executable, "-m", module, MESSAGE_FLAG, str(folder / MESSAGE_FILE)),
                 environment=_environment(),
                 address=str(folder / _ADDRESS),
                 log=folder / _LOG,

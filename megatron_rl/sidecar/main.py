@@ -12,9 +12,11 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from fastapi import FastAPI, Request
 
 from megatron_rl.config.hardware import count_cores, share_cores
 from megatron_rl.config.settings import RolloutConfig
@@ -29,7 +31,7 @@ from megatron_rl.shared.records.append_file import make_private_folder, write_pr
 from megatron_rl.sidecar import load_part, parent, starting
 from megatron_rl.sidecar.engines.scripted import ScriptedFactory, read_script
 from megatron_rl.sidecar.evaluation import Measure, measure_nothing
-from megatron_rl.sidecar.group_maker import NoScorer, PoolScorer
+from megatron_rl.sidecar.group_maker import NoScorer, PoolScorer, Samplers
 from megatron_rl.sidecar.hosts import find_secrets
 from megatron_rl.sidecar.http import build_application, renew_lease
 from megatron_rl.sidecar.in_flight.control import Pacer
@@ -51,33 +53,36 @@ if TYPE_CHECKING:
     from megatron_rl.sidecar.hosts.membership import OtherHosts
     from megatron_rl.sidecar.teachers import Teachers
     from megatron_rl.sidecar.user_environments import UserRollouts
-    from megatron_rl.tinker.ranks import Ranks
 
 TOKEN_FILE = "token"
 ADDRESS_FILE = "address"
 ENGINE_LOGS = "logs"
 
 T = TypeVar("T")
+AddRoutes = Callable[[FastAPI, Callable[[Request], None]], None]
+"""Adds routes to the sidecar's application; the function that it is given renews the lease of a request."""
+OpenMore = Callable[[SidecarSettings, Samplers, Decode, contextlib.AsyncExitStack], Awaitable[AddRoutes]]
+"""Opens a part beside the service, with the engines, until the stack ends."""
 
 _log = logging.getLogger("megatron_rl.sidecar")
 
 
-def main(words: list[str]) -> int:
-    """Run until told to end, and return the exit code."""
+def main(words: list[str], open_more: OpenMore | None = None) -> int:
+    """Run until told to end, and return the exit code. `open_more` opens what a service has beside that of a run."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stderr)
     # httpx logs every request to an engine, many a second. The audit log has them all.
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
         settings = read_settings(words)
         with room_checked(settings.folder):
-            asyncio.run(run(settings))
+            asyncio.run(run(settings, open_more))
     except MegatronRLError as error:
         print(f"{LAST_WORDS}{error}", file=sys.stderr)
         return error.exit_code
     return ExitCode.OK
 
 
-async def run(settings: SidecarSettings) -> None:
+async def run(settings: SidecarSettings, open_more: OpenMore | None = None) -> None:
     """Start everything, serve, and end everything."""
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -153,16 +158,16 @@ async def run(settings: SidecarSettings) -> None:
             teachers,
         )
         stack.push_async_callback(service.close)
-        ranks = None
-        if settings.serve is not None:
-            ranks = await load_part("tinker").open_front(settings, supervisor, made[starting.TOKENIZER], stack)
+        add_routes = None
+        if open_more is not None:
+            add_routes = await open_more(settings, supervisor, made[starting.TOKENIZER], stack)
         loop.add_signal_handler(signal.SIGUSR1, lambda: print(json.dumps(service.status(), indent=2), file=sys.stderr))
         with leaving_out_what_exists():
-            await _serve(service, settings, ended, ranks)
+            await _serve(service, settings, ended, add_routes)
 
 
 async def _serve(
-    service: RolloutService, settings: SidecarSettings, ended: asyncio.Event, ranks: "Ranks | None" = None
+    service: RolloutService, settings: SidecarSettings, ended: asyncio.Event, add_routes: AddRoutes | None
 ) -> None:
     folder = settings.folder
     listener = open_listener(*settings.address)
@@ -172,8 +177,8 @@ async def _serve(
     write_private(folder / ADDRESS_FILE, f"{address}\n".encode())
     _log.info("serving run %s at %s; its token is in %s", settings.run, address, folder / TOKEN_FILE)
     application = build_application(service, token, ended.set)
-    if ranks is not None:
-        load_part("tinker").add_work_routes(application, ranks, functools.partial(renew_lease, service))
+    if add_routes is not None:
+        add_routes(application, functools.partial(renew_lease, service))
     try:
         await serve(application, listener=listener, until=ended)
     finally:

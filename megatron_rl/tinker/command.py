@@ -24,5 +24,8 @@ def main(argv: Sequence[str]) -> NoReturn:
     arguments, flags = parser.parse_known_args(argv)
     if "--stage" in flags:
         raise UsageError("--stage is set by this command: drop it")
-    ranks = ["--nproc-per-node", str(arguments.nproc_per_node), "-m", "megatron_rl", "--stage", "serve", *flags]
-    os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *ranks])
+    count, launcher = arguments.nproc_per_node, list[str]()
+    if count > 1:
+        launcher = ["torch.distributed.run", "--nproc-per-node", str(count), "-m"]
+    words = ["-m", *launcher, "megatron_rl.tinker", "--stage", "serve", *flags]
+    os.execv(sys.executable, [sys.executable, *words])

@@ -1,5 +1,7 @@
 """The protobuf messages of Tinker's interface, by the classes of its own SDK, as the front's types and back."""
 
+import functools
+import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -10,16 +12,20 @@ from megatron_rl.shared.protocol.wire import Response
 from megatron_rl.tinker.provenance import Claims, TokenClaim
 from megatron_rl.tinker.work import Datum
 
-try:
-    from tinker.proto import tinker_public_pb2 as messages
-except ImportError as error:
-    raise PlatformError(
-        f"--stage serve needs the package tinker ({error}): pip install 'megatron_rl[tinker]'"
-    ) from None
-
 _DTYPES = {1: "<f4", 2: "<i8", 3: "<i4"}
 _TARGETS = "target_tokens"
 MEDIA_TYPE = "application/x-protobuf"
+
+
+@functools.cache
+def load_messages() -> Any:
+    """Import the classes of the SDK, with which the interface's own fields change."""
+    try:
+        return importlib.import_module("tinker.proto.tinker_public_pb2")
+    except ImportError as error:
+        raise PlatformError(
+            f"--stage serve needs the package tinker ({error}): pip install 'megatron_rl[tinker]'"
+        ) from None
 
 
 class PassRequest(NamedTuple):
@@ -55,7 +61,7 @@ def read_place(body: bytes) -> tuple[str, int]:
 
 
 def _parse(body: bytes) -> Any:
-    request = messages.ForwardBackwardRequest()
+    request = load_messages().ForwardBackwardRequest()
     try:
         request.ParseFromString(body)
     except Exception as error:
@@ -134,10 +140,10 @@ def write_pass(data: Sequence[Datum], log_probs: Sequence[bytes], metrics: Mappi
     widths = {datum.width for datum in data}
     if len(widths) > 1:
         raise InputError(f"data of one request have {sorted(widths)} targets a position: send each kind alone")
-    output = messages.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=dict(metrics))
+    output = load_messages().ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=dict(metrics))
     offsets = np.cumsum([0, *map(len, log_probs)], dtype="<i8")
     trailing = [width for width in widths if width > 1]
-    tensor = messages.BatchedTensor(
+    tensor = load_messages().BatchedTensor(
         data=b"".join(log_probs), offsets=offsets.tobytes(), dtype=1, trailing_shape=trailing
     )
     record = output.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(data))
@@ -147,7 +153,7 @@ def write_pass(data: Sequence[Datum], log_probs: Sequence[bytes], metrics: Mappi
 
 def write_samples(responses: Sequence[Response], prompt_log_probs: np.ndarray | None) -> bytes:
     """Write a SampleResponse; prompt's log-probs begin with NaN, since nothing predicts its first token."""
-    answer = messages.SampleResponse()
+    answer = load_messages().SampleResponse()
     for response in responses:
         answer.sequences.add(
             stop_reason=int(response.finish_reason == "length"), tokens=response.tokens, logprobs=response.log_probs

@@ -2,11 +2,12 @@
 
 import asyncio
 import contextlib
+import functools
 import hashlib
 import hmac
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.protocol.hosts import parse_place
 from megatron_rl.shared.records.append_file import write_private
 from megatron_rl.sidecar.group_maker import Samplers
+from megatron_rl.sidecar.main import AddRoutes
 from megatron_rl.sidecar.serving import find_url, open_listener, serve
 from megatron_rl.sidecar.settings import SidecarSettings
 from megatron_rl.tinker import ADDRESS_FILE, KEY_FILE, protobuf, work
@@ -339,7 +341,7 @@ def _read_wanted(body: Mapping[str, Any], sampler: str, number: int, longest: in
     )
 
 
-def add_work_routes(app: FastAPI, ranks: Ranks, renew: Any) -> None:
+def _add_work_routes(ranks: Ranks, app: FastAPI, renew: Callable[[Request], None]) -> None:
     """Add the routes of the ranks to the sidecar's own application, which checks their token."""
 
     @app.get("/v1/work")
@@ -376,8 +378,8 @@ def read_keys(path: Path | None, folder: Path) -> list[str]:
 
 async def open_front(
     settings: SidecarSettings, engines: Samplers, decode: Decode, stack: contextlib.AsyncExitStack
-) -> Ranks:
-    """Open Tinker's interface until the stack ends; return the queue that the ranks take work from."""
+) -> AddRoutes:
+    """Open Tinker's interface until the stack ends; return what adds the routes of the ranks."""
     serving = settings.serve
     assert serving is not None and settings.hf_model is not None
     folder, longest = settings.folder, settings.rollout.max_model_len or settings.seq_length
@@ -391,6 +393,7 @@ async def open_front(
         needs_provenance=serving.needs_provenance,
         decode=decode,
     )
+    protobuf.load_messages()
     record = SequenceRecord(folder)
     stack.callback(record.close)
     ranks = Ranks()
@@ -407,4 +410,4 @@ async def open_front(
     stack.push_async_callback(end)
     write_private(folder / ADDRESS_FILE, f"{find_url(listener)}\n".encode())
     stack.callback((folder / ADDRESS_FILE).unlink, missing_ok=True)
-    return ranks
+    return functools.partial(_add_work_routes, ranks)

@@ -121,7 +121,7 @@ class ModelStates:
             result = apply_update(optimizer, self._policy.scheduler, self._policy.wrapped, 1.0)
         finally:
             self._clear_gradients()
-        state.num_steps += 1
+        state.num_steps += result.was_taken
         return result
 
     def adopt(self, name: str, num_steps: int) -> None:

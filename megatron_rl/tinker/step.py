@@ -5,11 +5,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.utils import get_model_config
 
 from megatron_rl.algorithm.declaration import Targets
 from megatron_rl.tinker.losses import LOG_PROBS, LOSSES, Bounds, find_weight
 from megatron_rl.tinker.packs import ServedBatch
+from megatron_rl.trainer.mcore.model.gpt import unwrap
 from megatron_rl.trainer.mcore.step import auxiliary
 from megatron_rl.trainer.mcore.step.forward_step import ForwardStep, Report
 
@@ -27,7 +27,7 @@ class ServedStep(ForwardStep):
     def forward_step(self, data_iterator: Iterator[ServedBatch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
         batch = next(data_iterator)
         output_tensor = model(batch.pack, self._temperature)
-        auxiliary.weigh_losses(output_tensor, batch.pack.num_targets, get_model_config(model))
+        auxiliary.weigh_losses(output_tensor, batch.pack.num_targets, unwrap(model).config)
         return output_tensor, partial(self.loss_func, batch)
 
     def loss_func(  # type: ignore[override] # the schedules give the last argument alone

@@ -21,7 +21,7 @@ from megatron_rl.config.settings import Settings
 from megatron_rl.config.trainer import CheckpointConfig
 from megatron_rl.errors import InputError
 from megatron_rl.observe.timeline import Timeline
-from megatron_rl.shared.protocol.client import RolloutClient
+from megatron_rl.shared.protocol.client import RolloutClient, RolloutError
 from megatron_rl.sidecar.child import OwnSidecar
 from megatron_rl.tinker import ADDRESS_FILE, KEY_FILE, packs, work
 from megatron_rl.tinker.losses import LOSSES, ServedLoss, find_settings
@@ -32,7 +32,7 @@ from megatron_rl.trainer.data.device_copier import DeviceCopier
 from megatron_rl.trainer.loop.grpo import build_publisher, connect
 from megatron_rl.trainer.loop.rank import Rank
 from megatron_rl.trainer.loop.stop import StopRequest
-from megatron_rl.trainer.loop.trainer import Loop
+from megatron_rl.trainer.loop.watch import Loop
 from megatron_rl.trainer.mcore.checkpoint.checkpointer import Checkpointer
 from megatron_rl.trainer.mcore.publish.publisher import Publisher
 from megatron_rl.trainer.mcore.session import Session
@@ -219,7 +219,11 @@ class Worker(Loop):
 
     def _publish(self, wanted: work.Bring) -> work.Result:
         self._states.show_kept(wanted.name)
-        fingerprint = self._publisher.publish(wanted.version)
+        try:
+            fingerprint = self._publisher.publish(wanted.version)
+        except RolloutError as error:
+            # All ranks have it. Engines that were lost are started again, and the next publish brings them weights.
+            return work.Failed(reason=str(error))
         return work.PublishDone(fingerprint=fingerprint, answer=self._publisher.answer)
 
     def _save(self, wanted: work.Save) -> work.Result:

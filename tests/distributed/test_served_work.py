@@ -104,6 +104,11 @@ def computed(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory)
             work.Load(model="c", folder=place, has_optimizer=True),
             make_pass("c", "ppo", OTHERS), step("b"), step("c"), None,
         ]  # fmt: skip
+        # Before a first step too, and with the optimizer's state left out.
+        loaded[1:1] = [
+            work.Save(model="a", folder=f"{place}-new"),
+            work.Load(model="a", folder=f"{place}-new", has_optimizer=len(layout) > 0),
+        ]
         for kind, pieces in (("alone", alone), ("mixed", mixed), ("loaded", loaded)):
             trials[f"{name} {kind}"] = Trial(folders["qwen3"], layout, pieces)
     return run_ranks(run_trials, 2, trials)[0]

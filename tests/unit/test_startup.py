@@ -25,7 +25,7 @@ platforms.select("cpu").install()
 import megatron_rl
 for module in pkgutil.walk_packages(megatron_rl.__path__, "megatron_rl."):
     # No start of a run imports these.
-    others = ("sidecar", "gateway", "commands.try_agent", "commands.serve", "verify.verl")
+    others = ("sidecar", "gateway", "commands.try_agent", "commands.serve", "verify.verl", "tinker")
     if not module.name.removeprefix("megatron_rl.").startswith(others):
         importlib.import_module(module.name)
 """

@@ -4,17 +4,22 @@ import contextlib
 import dataclasses
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_rl.command_line.run import RunSettings
 from megatron_rl.observe.startup import Startup
+from megatron_rl.sidecar.child import SIDECAR, OwnSidecar
 from megatron_rl.trainer.mcore.model.gpt import BuildModel, build_model
 from megatron_rl.trainer.mcore.session import Session
+
+if TYPE_CHECKING:
+    from megatron_rl.trainer.loop.stop import StopRequest
+    from megatron_rl.trainer.loop.watch import Loop
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """The parts in which a run of a Megatron recipe differs from a run that stands alone."""
+    """The parts in which a run of a Megatron recipe, or a service, differs from a run that stands alone."""
 
     build_model: BuildModel = build_model
     saved: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -23,6 +28,10 @@ class Recipe:
     """The opener of the recipe's own writers, which get rank 0's metrics in place of our flags' writers."""
     finish_iteration: Callable[[int], None] = lambda version: None
     """A function that every rank calls at the end of a version's iteration."""
+    build_loop: "Callable[[Rank, OwnSidecar | None, StopRequest], Loop] | None" = None
+    """The builder of the loop, in place of a run's."""
+    sidecar: str = SIDECAR
+    """The module of the sidecar that rank 0 starts."""
 
 
 STAND_ALONE = Recipe()

@@ -39,8 +39,8 @@ from megatron_rl.trainer.loop.rank import STAND_ALONE, Rank, Recipe, print_note
 from megatron_rl.trainer.loop.rollouts import SCHEDULES, Schedule
 from megatron_rl.trainer.loop.saver import Saver
 from megatron_rl.trainer.loop.stop import Course, StopRequest
-from megatron_rl.trainer.loop.trainer import Loop, Stage, Trainer
-from megatron_rl.trainer.loop.watch import Watch, meets_in_an_agent
+from megatron_rl.trainer.loop.trainer import Stage, Trainer
+from megatron_rl.trainer.loop.watch import Loop, Watch, meets_in_an_agent
 from megatron_rl.trainer.mcore.model.gpt import INVARIANT, build_model
 from megatron_rl.trainer.mcore.session import Session, start_session
 from megatron_rl.trainer.mcore.step.policy import (
@@ -54,10 +54,9 @@ from megatron_rl.trainer.mcore.step.policy import (
 )
 from megatron_rl.trainer.mcore.step.roles import CRITIC_MODULE
 
-# Modules that only some runs import, besides a critic's: of the stages that read responses and of the one that serves,
-# of --rollout-colocate and of --weights-bridge.
+# Modules that only some runs import, besides a critic's: of the stages that read responses, of --rollout-colocate and
+# of --weights-bridge.
 _SUPERVISED = "megatron_rl.trainer.loop.supervised"
-_SERVED = "megatron_rl.tinker.worker"
 _SETTLING = "megatron_rl.trainer.loop.settling"
 _RANK_MEMORY = "megatron_rl.trainer.loop.rank_memory"
 _BRIDGE = "megatron_rl.trainer.mcore.bridge"
@@ -76,6 +75,9 @@ def train(
     start is timed, from then on.
     """
     watch, startup = watch or Watch.of_environment(), startup or Startup()
+    recipe = recipe or STAND_ALONE
+    if (settings.run.stage == "serve") is (recipe.build_loop is None):
+        raise UsageError("--stage serve is for `megatron-rl serve --tinker`, which sets it")
     startup.end_part("imports and flags")
     # Nothing overlaps where engines sleep while ranks train.
     schedule = schedule or SCHEDULES["sync" if settings.rollout.takes_turns else settings.loop.schedule]
@@ -85,7 +87,7 @@ def train(
         if not settings.observe.verbose:
             path = settings.folder / run_folder.WARNINGS_FILE
             stack.enter_context(keep_warnings(path, print_note if is_first else lambda text: None))
-        inputs, sidecar = _prepare(settings, startup, stack) if is_first else (Inputs(), None)
+        inputs, sidecar = _prepare(settings, recipe, startup, stack) if is_first else (Inputs(), None)
         trainer: Loop | None = None
         with watch, room_checked(*_list_written(settings)), contextlib.ExitStack() as parts:
             with contextlib.nullcontext() if sidecar is None else sidecar.reported(watch.fail, startup.say):
@@ -102,9 +104,9 @@ def train(
                         wait_for_engines(settings, session, sidecar)
                         startup.end_part("waiting for engines")
                     settings = _prepare_device(settings, session, startup)
-                    rank = Rank(settings, session, recipe or STAND_ALONE, startup, parts)
-                    if settings.run.stage == "serve":
-                        trainer = importlib.import_module(_SERVED).build_worker(rank, sidecar, stop)
+                    rank = Rank(settings, session, recipe, startup, parts)
+                    if recipe.build_loop is not None:
+                        trainer = recipe.build_loop(rank, sidecar, stop)
                     else:
                         trainer = build_trainer(rank, inputs, sidecar, stop, schedule)
             if trainer is not None:
@@ -113,7 +115,9 @@ def train(
         return ExitCode.OK
 
 
-def _prepare(settings: RunSettings, startup: Startup, stack: contextlib.ExitStack) -> tuple[Inputs, OwnSidecar | None]:
+def _prepare(
+    settings: RunSettings, recipe: Recipe, startup: Startup, stack: contextlib.ExitStack
+) -> tuple[Inputs, OwnSidecar | None]:
     """Start the run's own sidecar, if it has one, and load the data; `stack` ends it. Only rank 0 calls this.
 
     The sidecar starts as soon as all is checked but what needs a tokenizer. It serves once it has rows of the data.
@@ -133,7 +137,7 @@ def _prepare(settings: RunSettings, startup: Startup, stack: contextlib.ExitStac
             if memory is not None:
                 of_sidecar, line = memory.share_device(settings, count)
                 startup.say(line)
-            sidecar = OwnSidecar(of_sidecar)
+            sidecar = OwnSidecar(of_sidecar, recipe.sidecar)
             startup.say(f"sidecar: started, its log is {sidecar.log}")
             stack.callback(sidecar.close)
     inputs = load_inputs(settings, checked, startup)

@@ -10,7 +10,7 @@ from megatron_rl.trainer.loop.measures import Evaluator, Learned, Measures
 from megatron_rl.trainer.loop.reporter import RunLog
 from megatron_rl.trainer.loop.saver import RunState, Saver
 from megatron_rl.trainer.loop.stop import Course
-from megatron_rl.trainer.loop.watch import Followed
+from megatron_rl.trainer.loop.watch import Loop
 from megatron_rl.trainer.mcore.session import Session
 
 
@@ -45,19 +45,6 @@ class Stage(abc.ABC):
 
     def close(self) -> None:
         """Release what must not outlive the process; a second call does nothing."""
-
-
-class Loop(Followed):
-    """The loop of a rank: a run's, or a service's."""
-
-    @property
-    def is_saving(self) -> bool:
-        """Check whether a checkpoint is being written, which an end of the sidecar lets finish."""
-        return self.place[1] == "save"
-
-    @abc.abstractmethod
-    def train(self) -> int:
-        """Run to the end; return the version reached."""
 
 
 class Trainer(Loop):

@@ -9,6 +9,7 @@ own timeout cannot notice this soon: a rank may wait in one for as long as anoth
 now and then where it is, and rank 0 looks whether any made progress, or waits for another process.
 """
 
+import abc
 import collections
 import contextlib
 import json
@@ -64,6 +65,19 @@ class Followed:
     def describe_interrupt(self) -> str:
         """Return what an interrupt loses, and how to resume."""
         return "no iteration had begun, and nothing is lost"
+
+
+class Loop(Followed):
+    """The loop of a rank: a run's, or a service's."""
+
+    @property
+    def is_saving(self) -> bool:
+        """Check whether a checkpoint is being written, which an end of the sidecar lets finish."""
+        return self.place[1] == "save"
+
+    @abc.abstractmethod
+    def train(self) -> int:
+        """Run to the end; return the version reached."""
 
 
 class Failure(NamedTuple):
