@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import os
 import re
 from collections.abc import Generator
 from pathlib import Path
@@ -23,6 +24,8 @@ _OF_ALL_TESTS = re.compile(r"^pytestmark = .*\beach_change\b", re.MULTILINE)
 
 def pytest_configure(config: pytest.Config) -> None:
     """Install the platform first: any test module may import megatron, which must not happen before."""
+    # For the processes that tests start: an OpenMP thread that spins until the next loop takes a core from others.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     platforms.select("cpu").install()
     # Models are small, and other tests run beside these: two threads would wait for each other more than they compute.
     # A test says so where their number may matter, and `make test-anywhere` sets it for all.
