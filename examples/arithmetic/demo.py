@@ -56,6 +56,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("demo"))
     parser.add_argument("--reward", default="right_answer", help="a function of examples/arithmetic/reward.py")
     parser.add_argument("--forgotten", type=float, default=task.FORGOTTEN, help="how often solutions forget a carry")
+    parser.add_argument("--warm-up-steps", type=int, default=warm_up.Recipe.num_steps, help="of the tiny model")
     parser.add_argument("--hidden-size", type=int, default=model.HIDDEN_SIZE, help="of the tiny model")
     parser.add_argument("--recipe", help="a script of Megatron-LM that trains in place of pretrain_grpo.py")
     parser.add_argument("--python", default=sys.executable, help="the Python that trains; the rest stays on this one")
@@ -68,7 +69,7 @@ def main() -> None:
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     task.write_files(out, arguments.seed)
-    recipe = warm_up.Recipe(forgotten=arguments.forgotten)
+    recipe = warm_up.Recipe(num_steps=arguments.warm_up_steps, forgotten=arguments.forgotten)
     before = warm_up.make(out / "model", arguments.seed, recipe, arguments.model, arguments.hidden_size)
     if arguments.gpu and not torch.cuda.is_available():
         print(describe_missing_gpu(out), file=sys.stderr)

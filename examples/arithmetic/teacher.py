@@ -1,8 +1,9 @@
 """Train a student half as wide as its teacher, from a start that forgets every carry: by rewards, and by the teacher.
 
-Nearly no sample of the student has a carry, so rewards teach few in twice the updates.
+Nearly no sample of the student has a carry, so rewards teach few in twice the updates. With --start untaught the
+student's warm-up is too short to learn to add: nearly no sample is right, and rewards alone teach nothing.
 
-python -m examples.arithmetic.teacher [--seeds 0 1] [--out FOLDER]
+python -m examples.arithmetic.teacher [--start untaught] [--seeds 0 1] [--out FOLDER]
 """
 
 import argparse
@@ -12,6 +13,11 @@ from examples.arithmetic import model, warm_up
 from examples.arithmetic.curves import add_flags, compare
 
 STUDENT = ("--forgotten", "1", "--hidden-size", str(model.HIDDEN_SIZE // 2))
+STARTS = {
+    "careless": ((), ()),
+    # It has more to learn, so that an iteration has four updates, with rewards too.
+    "untaught": (("--warm-up-steps", "40"), ("--global-batch-size", "256", "--micro-batch-size", "128")),
+}
 REWARDS = ("--train-iters", "200")
 # Each response teaches alone: the same number of them answers more prompts.
 OPD = (
@@ -22,6 +28,7 @@ OPD = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--start", choices=STARTS, default="careless", help="what the student begins with")
     add_flags(parser, Path("teacher"))
     arguments = parser.parse_args()
     folder = arguments.out / "model"
@@ -33,7 +40,9 @@ def main() -> None:
         "the teacher, sampled tokens": opd,
         "the teacher, whole distributions": (*opd, "--opd-divergence", "reverse"),
     }
-    compare({name: [*STUDENT, "--", *flags] for name, flags in variants.items()}, arguments.seeds, arguments.out)
+    words, updates = STARTS[arguments.start]
+    runs = {name: [*STUDENT, *words, "--", *updates, *flags] for name, flags in variants.items()}
+    compare(runs, arguments.seeds, arguments.out / arguments.start)
 
 
 if __name__ == "__main__":

@@ -127,8 +127,8 @@ def make(
             print(f"warm-up: step {step}, loss {loss:.2f}, {right:.0%} right, {said - start:.0f} s", flush=True)
     held_out = accuracy(model, sets.held_out)
     tiny.save(model, folder)
-    seconds = time.monotonic() - start
-    print(f"warm-up: {step} steps in {seconds:.0f} s, {held_out:.1%} of the held-out problems right; saved in {folder}")
+    took = f"{recipe.num_steps} steps in {time.monotonic() - start:.0f} s"
+    print(f"warm-up: {took}, {held_out:.1%} of the held-out problems right; saved in {folder}")
     return held_out
 
 
