@@ -1,7 +1,7 @@
 """Train a student half as wide as its teacher, from a start that forgets every carry: by rewards, and by the teacher.
 
 Nearly no sample of the student has a carry, so rewards teach few in twice the updates. With --start untaught the
-student's warm-up is too short to learn to add: nearly no sample is right, and rewards alone teach nothing.
+student's warm-up is too short to learn to add: nearly no sample is right, so rewards seldom give a gradient.
 
 python -m examples.arithmetic.teacher [--start untaught] [--seeds 0 1] [--out FOLDER]
 """
@@ -15,7 +15,7 @@ from examples.arithmetic.curves import add_flags, compare
 STUDENT = ("--forgotten", "1", "--hidden-size", str(model.HIDDEN_SIZE // 2))
 STARTS = {
     "careless": ((), ()),
-    # It has more to learn, so that an iteration has four updates, with rewards too.
+    # It has more to learn, so an iteration has four updates, by rewards too.
     "untaught": (("--warm-up-steps", "40"), ("--global-batch-size", "256", "--micro-batch-size", "128")),
 }
 REWARDS = ("--train-iters", "200")

@@ -262,6 +262,17 @@ def _check_service(settings: DraftSettings) -> Iterator[str]:
         yield f"--serve-keys-file {serve.keys_file} is not a file: write one with a key in each line"
     if settings.service.endpoint is not None:
         yield "--rollout-endpoint needs --stage grpo: a service starts engines of its own; drop it"
+    config, checkpoint = settings.transformer, settings.checkpoint
+    for flag, is_given, why in (
+        ("--load", checkpoint.load is not None, "clients load checkpoints"),
+        ("--save", checkpoint.save is not None, "clients save checkpoints, below --rollout-folder"),
+        ("--load-lora", settings.lora.load is not None, "clients load adapters"),
+        ("--optimizer", settings.optimizer.optimizer != "adam", "clients ask for AdamW"),
+        ("--fp16", config.fp16, "models would share a loss scale; write --bf16"),
+        ("--moe-router-bias-update-rate", bool(config.moe_router_bias_update_rate), "models would share the biases"),
+    ):
+        if is_given:
+            yield f"{flag} does not fit --stage serve, where {why}: drop it"
     if rollout.hosts is not None or rollout.is_colocated or rollout.replay_routing:
         yield "--rollout-hosts, --rollout-colocate and --rollout-replay-routing need --stage grpo: drop them"
 

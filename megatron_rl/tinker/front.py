@@ -4,6 +4,7 @@ Whoever has a key sees what was made with it, and nothing else. A model is `SESS
 `SESSION:sample:N`, and a checkpoint `tinker://MODEL/KIND/NAME`, a folder below `models` of the service's folder.
 """
 
+import asyncio
 import dataclasses
 import datetime
 import hashlib
@@ -31,6 +32,8 @@ from megatron_rl.tinker.ranks import Ranks
 TRAINING, SAMPLER = "weights", "sampler_weights"
 _KINDS = {TRAINING: "training", SAMPLER: "sampler"}
 _SCHEME = "tinker://"
+_MOST_NAMED = 8
+"""The samplers' checkpoints whose weights the ranks keep; others are read again when they are sampled from."""
 _MOST_UNNAMED = 4
 """The unnamed weights of a model that are kept for samplers."""
 _META = "tinker.json"
@@ -77,6 +80,8 @@ class Model:
     num_steps: int = 0
     touched: float = dataclasses.field(default_factory=time.time)
     unnamed: list[str] = dataclasses.field(default_factory=list)
+    loads: list[int] = dataclasses.field(default_factory=list)
+    """The steps that it had after each load: sequences from before that were of later steps are no longer its own."""
 
 
 @dataclasses.dataclass
@@ -88,6 +93,7 @@ class SamplerState:
     name: str | None = None
     model: str | None = None
     num_steps: int = 0
+    branch: int = 0
     path: str | None = None
     requests: dict[int, tuple[Future, list[str]]] = dataclasses.field(default_factory=dict)
 
@@ -100,9 +106,12 @@ class SavedModel(msgspec.Struct, frozen=True, kw_only=True):
     base_model: str
     lora_rank: int
     num_steps: int
+    branch: int
     time: float
     expires: float | None = None
     metadata: Any = None
+    kept: str = ""
+    """The name under which ranks keep the weights of a sampler, as long as they do."""
 
 
 class Front:
@@ -119,6 +128,9 @@ class Front:
         self._samplers: dict[str, SamplerState] = {}
         self._kept = itertools.count()
         self._mark = secrets.token_hex(3)
+        self._making_room = asyncio.Lock()
+        self._kept_names: list[str] = []
+        """The names under which ranks keep weights of checkpoints."""
         self._folder = served.folder / "models"
         make_private_folder(self._folder)
 
@@ -157,11 +169,13 @@ class Front:
     def create_model(
         self, session: ClientSession, number: int, lora: Mapping[str, Any] | None, metadata: Any
     ) -> Future:
-        seed = (lora or {}).get("seed")
+        seed = (lora or {}).get("seed") or 0
+        if not isinstance(seed, int) or not 0 <= seed < 1 << 31:
+            raise InputError(f"the seed {seed!r} must be a whole number below {1 << 31}")
 
         async def create(model: Model) -> None:
             self._check_adapters(lora)
-            await self.ranks.do(work.Create(model=model.identity, seed=0 if seed is None else int(seed)))
+            await self.ranks.do(work.Create(model=model.identity, seed=seed))
 
         return self._begin_model(session, number, metadata, create)
 
@@ -177,13 +191,14 @@ class Front:
             model = Model(identity, session.identity, session.owner, ModelLine(self.futures, session.owner), metadata)
 
             async def perform() -> Body:
-                if len(self._models) >= self.served.most_models:
-                    await self._put_away()
-                self._models[identity] = model
+                async with self._making_room:
+                    if len(self._models) >= self.served.most_models:
+                        await self._put_away()
+                    self._models[identity] = model
                 try:
                     await make(model)
                 except BaseException:
-                    del self._models[identity]
+                    self._models.pop(identity, None)
                     raise
                 return to_json({"model_id": identity, "path": None})
 
@@ -198,7 +213,8 @@ class Front:
                 f"{len(self._models)} models are trained here, and --serve-most-models allows no more: end a session"
             )
         await self.save(model, TRAINING, _LEFT, None, model.metadata, overwrite=True)
-        del self._models[model.identity]
+        self._models.pop(model.identity, None)
+        model.order.end(f"{model.identity} was put away, since its client was silent: load {_LEFT}")
         await self.ranks.do(work.Forget(names=[model.identity, *model.unnamed]))
 
     def _check_adapters(self, lora: Mapping[str, Any] | None) -> None:
@@ -220,7 +236,11 @@ class Front:
     async def end_session(self, session: ClientSession) -> None:
         """Forget a session's models and samplers; checkpoints stay."""
         gone = [one.identity for one in self._models.values() if one.session == session.identity]
-        names = [name for one in gone for name in self._models.pop(one).unnamed]
+        names = []
+        for one in gone:
+            model = self._models.pop(one)
+            model.order.end(f"the session {session.identity} is over")
+            names += model.unnamed
         for sampler in session.samplers.values():
             self._samplers.pop(sampler.identity, None)
         if gone:
@@ -234,10 +254,9 @@ class Front:
             raise InputError(
                 f"the loss {request.loss} reads {', '.join(known) or 'no settings'}, and not {', '.join(wrong)}"
             )
-        bearer = Bearer(model.owner, model.identity, model.num_steps)
-        metrics = self._record.check(request.data, request.claims, bearer, self.served.needs_provenance)
-        if not request.data:
-            raise InputError("a request has at least one datum")
+        bearer = Bearer(model.owner, model.identity, model.num_steps, tuple(model.loads))
+        is_required = self.served.needs_provenance and not request.is_forward_only
+        metrics = self._record.check(request.data, request.claims, bearer, is_required)
         computed = await self.ranks.do(
             work.Pass(
                 model=model.identity,
@@ -280,14 +299,17 @@ class Front:
     async def save(self, model: Model, kind: str, name: str, ttl: int | None, metadata: Any, overwrite: bool) -> Body:
         path = f"{_SCHEME}{model.identity}/{kind}/{_check_name(name)}"
         folder = self._find_folder(path)
-        if folder.exists():
-            if not overwrite:
-                raise InputError(f"{path} exists: write another name, or overwrite it")
-            shutil.rmtree(folder)
+        if (folder / _META).exists() and not overwrite:
+            raise InputError(f"{path} exists: write another name, or overwrite it")
+        # It gets its name when it is complete; one that was left incomplete is replaced.
+        whole, folder = folder, folder.with_name(f".{folder.name}")
+        for one in (folder, *([] if (whole / _META).exists() else [whole])):
+            shutil.rmtree(one, ignore_errors=True)
         make_private_folder(folder)
         await self.ranks.do(work.Save(model=model.identity, folder=str(folder / "state")))
+        kept = f"{path}#{self._mark}-{next(self._kept)}"
         if kind == SAMPLER:
-            await self.ranks.do(work.Keep(model=model.identity, name=path))
+            await self._keep(model, kept)
         now = time.time()
         checkpoint = SavedModel(
             path=path,
@@ -297,34 +319,48 @@ class Front:
             base_model=self.served.base_model,
             lora_rank=self.served.lora_rank,
             num_steps=model.num_steps,
+            branch=len(model.loads),
             time=now,
             expires=None if ttl is None else now + ttl,
             metadata=metadata,
+            kept=kept,
         )
         write_private(folder / _META, msgspec.json.encode(checkpoint))
+        shutil.rmtree(whole, ignore_errors=True)
+        folder.rename(whole)
         return to_json({"path": path})
+
+    async def _keep(self, model: Model, name: str) -> None:
+        """Keep a model's weights under the name of a checkpoint, in place of the one that was kept first."""
+        await self.ranks.do(work.Keep(model=model.identity, name=name))
+        await self._note_kept(name)
+
+    async def _note_kept(self, name: str) -> None:
+        self._kept_names.append(name)
+        if len(self._kept_names) > _MOST_NAMED:
+            await self.ranks.do(work.Forget(names=[self._kept_names.pop(0)]))
 
     async def load(self, model: Model, path: str, has_optimizer: bool) -> Body:
         await self._load(model, path, has_optimizer)
         return to_json({"path": path, "model_id": model.identity})
 
     async def _load(self, model: Model, path: str, has_optimizer: bool) -> None:
-        checkpoint = self.find_checkpoint(path, model.owner)
+        self.find_checkpoint(path, model.owner)
         folder = self._find_folder(path) / "state"
         done = await self.ranks.do(work.Load(model=model.identity, folder=str(folder), has_optimizer=has_optimizer))
         assert isinstance(done, work.Done)
-        # Sequences of later steps are refused from now on.
-        model.num_steps = done.num_steps if has_optimizer else checkpoint.num_steps
+        model.num_steps = done.num_steps
+        model.loads.append(done.num_steps)
 
     def list_checkpoints(self, owner: str, model: str | None = None) -> list[SavedModel]:
         found = []
-        for meta in sorted(self._folder.glob(f"*/*/*/{_META}")):
+        for meta in self._folder.glob(f"*/*/[!.]*/{_META}"):
             one = msgspec.json.decode(meta.read_bytes(), type=SavedModel)
             if one.expires is not None and one.expires < time.time():
                 shutil.rmtree(meta.parent, ignore_errors=True)
             elif one.owner == owner and model in (None, one.model):
                 found.append(one)
-        return found
+        return sorted(found, key=lambda one: one.time)
 
     def find_checkpoint(self, path: str, owner: str) -> SavedModel:
         meta = self._find_folder(path) / _META
@@ -337,8 +373,9 @@ class Front:
 
     async def delete_checkpoint(self, checkpoint: SavedModel) -> None:
         shutil.rmtree(self._find_folder(checkpoint.path))
-        if checkpoint.kind == SAMPLER:
-            await self.ranks.do(work.Forget(names=[checkpoint.path]))
+        if checkpoint.kept in self._kept_names:
+            self._kept_names.remove(checkpoint.kept)
+            await self.ranks.do(work.Forget(names=[checkpoint.kept]))
 
     def set_expiry(self, checkpoint: SavedModel, ttl: int | None) -> None:
         expires = None if ttl is None else time.time() + ttl
@@ -406,15 +443,16 @@ class Front:
         checkpoint = self.find_checkpoint(path, session.owner)
         if checkpoint.kind != SAMPLER:
             raise InputError(f"{path} was saved for training: save weights for a sampler")
-        sampler = self._add_sampler(session, number, path, None)
+        sampler = self._add_sampler(session, number, checkpoint.kept, None)
         sampler.model, sampler.num_steps, sampler.path = checkpoint.model, checkpoint.num_steps, path
+        sampler.branch = checkpoint.branch
         return sampler
 
     def _add_sampler(self, session: ClientSession, number: int, name: str | None, model: Model | None) -> SamplerState:
         identity = f"{session.identity}:sample:{number}"
         sampler = SamplerState(identity, session.owner, name)
         if model is not None:
-            sampler.model, sampler.num_steps = model.identity, model.num_steps
+            sampler.model, sampler.num_steps, sampler.branch = model.identity, model.num_steps, len(model.loads)
         session.samplers[number] = self._samplers[identity] = sampler
         return sampler
 
@@ -436,6 +474,8 @@ class Front:
     ) -> Body:
         sampling.check_fits(wanted, self.served.longest)
         room = self.served.longest - len(wanted.prompt)
+        if sampler.path is not None and sampler.name not in self._kept_names:
+            await self._recall(sampler)
         wanted = dataclasses.replace(wanted, max_tokens=min(wanted.max_tokens, room))
         async with self._turns.holding(sampler.name) as held:
             responses = await sampling.sample(self._engines, wanted, names[0], self.served.decode)
@@ -448,6 +488,16 @@ class Front:
             assert isinstance(computed, work.PassDone)
             log_probs = np.append(np.float32(np.nan), np.frombuffer(computed.log_probs[0], "<f4"))
         return Body(protobuf.write_samples(responses, log_probs), protobuf.MEDIA_TYPE)
+
+    async def _recall(self, sampler: SamplerState) -> None:
+        """Have the ranks read a sampler's weights again."""
+        assert sampler.path is not None and sampler.name is not None
+        self.find_checkpoint(sampler.path, sampler.owner)
+        async with self._making_room:
+            if sampler.name not in self._kept_names:
+                folder = self._find_folder(sampler.path) / "state"
+                await self.ranks.do(work.Recall(name=sampler.name, folder=str(folder)))
+                await self._note_kept(sampler.name)
 
     def _note(
         self, sampler: SamplerState, held: sampling.Held, name: str, wanted: sampling.Wanted, response: Response
@@ -468,6 +518,8 @@ class Front:
                 fingerprint=held.fingerprint,
                 engine=response.engine,
                 seed=response.seed,
+                branch=sampler.branch,
+                temperature=wanted.temperature,
                 prompt=wanted.prompt.astype("<i4").tobytes(),
                 tokens=response.tokens,
                 log_probs=response.log_probs,

@@ -13,6 +13,8 @@ from megatron_rl.errors import MegatronRLError
 
 _log = logging.getLogger(__name__)
 JSON = "application/json"
+_MOST_REPEATED = 1 << 10
+"""The last requests of a model whose repetition has their answer."""
 _MOST_KNOWN = 1 << 14
 """Futures whose answers are kept: a client asks again for an answer that was lost on its way."""
 
@@ -74,8 +76,9 @@ class Futures:
     def make(self, owner: str) -> Future:
         future = Future(f"{self._mark}-{next(self._numbers)}", owner)
         self._known[future.identity] = future
-        while len(self._known) > _MOST_KNOWN and next(iter(self._known.values())).done.is_set():
-            del self._known[next(iter(self._known))]
+        if len(self._known) > _MOST_KNOWN:
+            oldest = next((name for name, one in self._known.items() if one.done.is_set()), None)
+            self._known.pop(oldest or "", None)
         return future
 
     async def perform(self, future: Future, perform: Perform) -> None:
@@ -103,6 +106,8 @@ class ModelLine:
     def add(self, number: int, perform: Perform) -> Future:
         """Take a request of this number, counted from 1; a repeated one changes nothing."""
         if number not in self._by_number:
+            if number < self._next:
+                raise MegatronRLError(f"request {number} has taken effect long ago: the next is {self._next}")
             self._by_number[number] = self._futures.make(self._owner)
             self._waiting[number] = perform
             if self._task is None or self._task.done():
@@ -112,4 +117,11 @@ class ModelLine:
     async def _run(self) -> None:
         while (perform := self._waiting.pop(self._next, None)) is not None:
             await self._futures.perform(self._by_number[self._next], perform)
+            self._by_number.pop(self._next - _MOST_REPEATED, None)
             self._next += 1
+
+    def end(self, reason: str) -> None:
+        """Fail what waits for a request that never came."""
+        for number in [*self._waiting]:
+            del self._waiting[number]
+            self._by_number[number].give(to_failure(MegatronRLError(reason)))

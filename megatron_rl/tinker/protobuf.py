@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from megatron_rl.tinker.work import Datum
 
 _DTYPES = {1: "<f4", 2: "<i8", 3: "<i4"}
 _TARGETS = "target_tokens"
+_MOST_ELEMENTS, _MOST_TOKEN = 1 << 26, (1 << 31) - 1
 MEDIA_TYPE = "application/x-protobuf"
 
 
@@ -51,6 +53,10 @@ def read_pass(body: bytes, inputs_of: Mapping[str, Sequence[str]]) -> PassReques
     claims = [
         Claims(_read_claims(one.model_input_spans), _read_claims(one.loss_fn_input_spans)) for one in request.data
     ]
+    if not data or len({one.width for one in data}) > 1:
+        raise InputError(
+            "a request has at least one datum, and all have as many targets a position: send each kind alone"
+        )
     return PassRequest(data, claims, request.loss_fn, settings, request.forward_only)
 
 
@@ -76,6 +82,8 @@ def _read_datum(number: int, datum: Any, inputs: Sequence[str], is_forward_only:
             raise InputError(f"datum {number}: only chunks of tokens are served, not {chunk.WhichOneof('chunk')}")
         chunks.append(chunk.encoded_text.tokens)
     tokens = b"".join(chunks)
+    if len(tokens) % 4:
+        raise InputError(f"datum {number} has {len(tokens)} bytes of tokens, and each is an int32")
     length = len(tokens) // 4
     values = {name: _read_tensor(number, name, tensor) for name, tensor in datum.loss_fn_inputs.items()}
     if _TARGETS not in values:
@@ -86,6 +94,8 @@ def _read_datum(number: int, datum: Any, inputs: Sequence[str], is_forward_only:
             f"datum {number} has {length} tokens of input and {_TARGETS} of the shape {list(targets.shape)}: send one "
             "row for each token"
         )
+    if targets.min() < 0 or targets.max() > _MOST_TOKEN:
+        raise InputError(f"datum {number}: {_TARGETS} has {targets.min()} to {targets.max()}, which are not tokens")
     found = {}
     for name in inputs:
         if name not in values and not is_forward_only:
@@ -104,6 +114,8 @@ def _read_datum(number: int, datum: Any, inputs: Sequence[str], is_forward_only:
 
 def _read_tensor(number: int, name: str, tensor: Any) -> np.ndarray:
     dtype, shape = _DTYPES.get(tensor.dtype), tuple(tensor.shape)
+    if math.prod(shape) > _MOST_ELEMENTS:
+        raise InputError(f"datum {number}: {name} has the shape {list(shape)}, and at most {_MOST_ELEMENTS} elements")
     if dtype is None:
         raise InputError(f"datum {number}: {name} has an element type that is not served; send float32 or int64")
     try:
@@ -138,8 +150,6 @@ def _read_claims(spans: Any) -> tuple[TokenClaim, ...]:
 def write_pass(data: Sequence[Datum], log_probs: Sequence[bytes], metrics: Mapping[str, float]) -> bytes:
     """Write a ForwardBackwardOutput with the log-probs of each datum's targets."""
     widths = {datum.width for datum in data}
-    if len(widths) > 1:
-        raise InputError(f"data of one request have {sorted(widths)} targets a position: send each kind alone")
     output = load_messages().ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=dict(metrics))
     offsets = np.cumsum([0, *map(len, log_probs)], dtype="<i8")
     trailing = [width for width in widths if width > 1]

@@ -19,6 +19,8 @@ from megatron_rl.tinker.losses import ADVANTAGES, LOG_PROBS, WEIGHTS
 from megatron_rl.tinker.work import Datum
 
 FILE_NAME = "sequences.bin"
+_MOST_KNOWN = 1 << 17
+"""The last sequences, which data can name; the file has all."""
 
 
 class TokenClaim(NamedTuple):
@@ -51,6 +53,9 @@ class Sampled(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: str
     engine: str
     seed: int
+    branch: int = 0
+    """The loads of checkpoints that its model had seen."""
+    temperature: float = 1.0
     prompt: bytes
     tokens: bytes
     log_probs: bytes
@@ -63,6 +68,8 @@ class Bearer:
     owner: str
     model: str
     num_steps: int
+    loads: Sequence[int] = ()
+    """The steps of the model after each load of a checkpoint."""
 
 
 class SequenceRecord:
@@ -82,6 +89,8 @@ class SequenceRecord:
         encoded = msgspec.msgpack.encode(sampled)
         self._file.append(len(encoded).to_bytes(4, "little") + encoded)
         self._known[sampled.identity] = sampled
+        while len(self._known) > _MOST_KNOWN:
+            del self._known[next(iter(self._known))]
 
     def check(
         self, data: Sequence[Datum], claims: Sequence[Claims], bearer: Bearer, is_required: bool
@@ -111,6 +120,24 @@ class SequenceRecord:
         yield from self._check_tiles(
             f"{name}'s targets", claims.targets, datum.targets, inputs.get(LOG_PROBS), weights, bearer
         )
+        if LOG_PROBS in inputs and weights is not None:
+            self._check_contexts(f"{name}'s targets", datum, claims.targets, weights, bearer)
+
+    def _check_contexts(
+        self, name: str, datum: Datum, spans: Sequence[TokenClaim], weights: np.ndarray, bearer: Bearer
+    ) -> None:
+        """Check that each weighted target was sampled, and after the very tokens that it follows here."""
+        before, place = np.frombuffer(datum.tokens, "<i4"), 0
+        for span in spans:
+            used = weights[place : place + span.length].nonzero()[0]
+            if len(used) and not span.is_sampled:
+                raise InputError(f"{name}: position {place + used[0]} has an advantage, and belongs to a prompt")
+            if len(used):
+                sampled = self._find(name, span, bearer)
+                given = np.frombuffer(sampled.prompt + sampled.tokens[: 4 * span.offset], "<i4")
+                if not np.array_equal(before[: place + 1], given):
+                    raise InputError(f"{name}: {span.sequence} was sampled after other tokens than these")
+            place += span.length
 
     def _check_tiles(
         self,
@@ -164,8 +191,13 @@ class SequenceRecord:
             raise InputError(
                 f"{name}: {span.sequence} was sampled from {sampled.model or 'the base'}, and {bearer.model} is trained"
             )
-        if sampled.num_steps > bearer.num_steps:
+        if any(sampled.num_steps > steps for steps in bearer.loads[sampled.branch :]):
             raise InputError(f"{name}: {span.sequence} was sampled after step {sampled.num_steps}, which is undone")
+        if span.is_sampled and sampled.temperature != 1:
+            raise InputError(
+                f"{name}: {span.sequence} was sampled at the temperature {sampled.temperature:g}, which log-probs of "
+                "training do not have: sample at 1"
+            )
         return sampled
 
 

@@ -17,6 +17,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
 from megatron_rl.errors import InputError, MegatronRLError
+from megatron_rl.shared.chat import read_tokenizer
 from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.protocol.hosts import parse_place
 from megatron_rl.shared.records.append_file import write_private
@@ -33,6 +34,7 @@ from megatron_rl.tinker.sampling import Decode, Wanted
 
 KEYS_VARIABLE = "MEGATRON_RL_SERVE_KEYS"
 _MOST_BYTES = 1 << 28
+_MOST_SAMPLES = 4096
 _POLL_SECONDS = 30.0
 _CLIENT_CONFIG = {"use_pyqwest_transport": False, "parallel_fwdbwd_chunks": False}
 _NOT_SERVED = {
@@ -67,7 +69,8 @@ def build_application(front: Front, keys: list[str]) -> FastAPI:
         status = next((code for kind, code in ((_Unauthorized, 401), (NotFound, 404)) if isinstance(error, kind)), 400)
         return JSONResponse({"error": str(error), "detail": str(error)}, status_code=status)
 
-    app.add_exception_handler(MegatronRLError, report)
+    for kind in (MegatronRLError, ValueError, TypeError, KeyError, OverflowError):
+        app.add_exception_handler(kind, report)
 
     async def read(request: Request) -> tuple[str, dict[str, Any]]:
         owner = find_owner(request)
@@ -331,6 +334,10 @@ def _read_wanted(body: Mapping[str, Any], sampler: str, number: int, longest: in
             raise InputError(f"only chunks of tokens are served, not {chunk.get('type')}")
         tokens += chunk["tokens"]
     stop, seed, most = params.get("stop"), params.get("seed"), params.get("max_tokens")
+    if not 1 <= (body.get("num_samples") or 1) <= _MOST_SAMPLES or (most is not None and most < 1):
+        raise InputError(f"num_samples must be 1 to {_MOST_SAMPLES}, and max_tokens at least 1")
+    if stop == "" or (isinstance(stop, list) and "" in stop):
+        raise InputError("a stop must have a character")
     return Wanted(
         prompt=np.asarray(tokens, "<i4"),
         num_samples=body.get("num_samples") or 1,
@@ -377,13 +384,16 @@ def read_keys(path: Path | None, folder: Path) -> list[str]:
 
 
 async def open_front(
-    settings: SidecarSettings, engines: Samplers, decode: Decode, stack: contextlib.AsyncExitStack
+    settings: SidecarSettings, engines: Samplers, _: Decode, stack: contextlib.AsyncExitStack
 ) -> AddRoutes:
     """Open Tinker's interface until the stack ends; return what adds the routes of the ranks."""
     serving = settings.serve
     assert serving is not None and settings.hf_model is not None
     folder, longest = settings.folder, settings.rollout.max_model_len or settings.seq_length
     assert longest is not None
+    protobuf.load_messages()
+    # Texts that stop a sequence may be special tokens.
+    tokenizer = await asyncio.to_thread(read_tokenizer, str(settings.hf_model))
     served = Served(
         base_model=serving.base_model or settings.hf_model.resolve().name,
         folder=folder,
@@ -391,9 +401,8 @@ async def open_front(
         lora_rank=settings.lora_rank,
         most_models=serving.most_models,
         needs_provenance=serving.needs_provenance,
-        decode=decode,
+        decode=functools.partial(tokenizer.batch_decode, skip_special_tokens=False),
     )
-    protobuf.load_messages()
     record = SequenceRecord(folder)
     stack.callback(record.close)
     ranks = Ranks()

@@ -77,11 +77,14 @@ class ModelStates:
             self._live = name
         return state
 
-    def keep(self, model: str, name: str) -> None:
-        """Keep a copy of a model's weights."""
-        self.use(model)
+    def keep(self, name: str) -> None:
+        """Keep a copy of the weights in the chunks, in the host's memory."""
         self._policy.synchronize()
-        self._kept[name] = [one.clone() for one in self._list_weights()]
+        self._kept[name] = [one.to("cpu", copy=True) for one in self._list_weights()]
+
+    def are_finite(self) -> bool:
+        """Check this rank's weights in the chunks."""
+        return all(bool(one.isfinite().all()) for one in self._list_weights())
 
     def show_kept(self, name: str | None) -> None:
         """Put weights that were kept, or the base's, into the chunks, to be read and computed with."""

@@ -27,7 +27,7 @@ class ServedStep(ForwardStep):
     def forward_step(self, data_iterator: Iterator[ServedBatch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
         batch = next(data_iterator)
         output_tensor = model(batch.pack, self._temperature)
-        auxiliary.weigh_losses(output_tensor, batch.pack.num_targets, unwrap(model).config)
+        auxiliary.weigh_losses(output_tensor, len(batch.places_N), unwrap(model).config)
         return output_tensor, partial(self.loss_func, batch)
 
     def loss_func(  # type: ignore[override] # the schedules give the last argument alone

@@ -56,6 +56,13 @@ class Keep(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     name: str
 
 
+class Recall(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Keep the weights of a checkpoint under a name."""
+
+    name: str
+    folder: str
+
+
 class Forget(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Forget weights that were kept, or a model."""
 
@@ -98,7 +105,7 @@ class Export(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     folder: str
 
 
-Work = Create | Pass | Step | Keep | Forget | Bring | Score | Save | Load | Export
+Work = Create | Pass | Step | Keep | Recall | Forget | Bring | Score | Save | Load | Export
 
 
 class Assigned(msgspec.Struct, frozen=True, kw_only=True):

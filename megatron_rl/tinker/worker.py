@@ -19,7 +19,7 @@ from megatron_rl.command_line.checks import count_interleaved
 from megatron_rl.command_line.run import find_pack_multiple
 from megatron_rl.config.settings import Settings
 from megatron_rl.config.trainer import CheckpointConfig
-from megatron_rl.errors import InputError
+from megatron_rl.errors import InputError, MegatronRLError, NoRoom
 from megatron_rl.observe.timeline import Timeline
 from megatron_rl.shared.protocol.client import RolloutClient, RolloutError
 from megatron_rl.sidecar.child import OwnSidecar
@@ -74,6 +74,7 @@ class Worker(Loop):
             work.Pass: self._pass,
             work.Step: self._step,
             work.Keep: self._keep,
+            work.Recall: self._recall,
             work.Forget: self._forget,
             work.Bring: self._publish,
             work.Score: self._score,
@@ -117,7 +118,7 @@ class Worker(Loop):
         """Do a piece of work."""
         try:
             return self._actions[type(wanted)](wanted)
-        except (InputError, NonFiniteGradient) as error:
+        except (InputError, NonFiniteGradient, NoRoom) as error:
             return work.Failed(reason=str(error))
 
     def _create(self, wanted: work.Create) -> work.Result:
@@ -163,6 +164,15 @@ class Worker(Loop):
             return dataclasses.replace(batch, pack=batch.pack.divided(num_parts)) if num_parts > 1 else batch
 
         def lay_out() -> tuple[list[list[int]], list[packs.ServedBatch]]:
+            try:
+                return divide()
+            except MegatronRLError:
+                raise
+            except Exception as error:
+                # Before any rank waits for another: a mistake in one client's data must not end the service.
+                raise InputError(f"the data cannot be laid out: {error!r}") from error
+
+        def divide() -> tuple[list[list[int]], list[packs.ServedBatch]]:
             numbers = packs.divide(data, self._most_tokens)
             count = math.ceil(len(numbers) / session.num_replicas)
             if settings.parallel_sizes.virtual_pipeline is not None:
@@ -210,8 +220,17 @@ class Worker(Loop):
         return work.StepDone(gradient_norm=result.gradient_norm, num_steps=state.num_steps)
 
     def _keep(self, wanted: work.Keep) -> work.Result:
-        self._states.keep(wanted.model, wanted.name)
-        return work.Done(num_steps=self._states.use(wanted.model).num_steps)
+        state = self._states.use(wanted.model)
+        if not all(self._session.gather(self._states.are_finite())):
+            raise InputError(f"weights of {wanted.model} are not finite: lower the learning rate, or load a checkpoint")
+        self._states.keep(wanted.name)
+        return work.Done(num_steps=state.num_steps)
+
+    def _recall(self, wanted: work.Recall) -> work.Result:
+        self._states.leave_room()
+        self._read(Path(wanted.folder), has_optimizer=False)
+        self._states.keep(wanted.name)
+        return work.Done()
 
     def _forget(self, wanted: work.Forget) -> work.Result:
         self._states.forget(wanted.names)
@@ -233,16 +252,22 @@ class Worker(Loop):
 
     def _load(self, wanted: work.Load) -> work.Result:
         self._states.leave_room()
-        loaded = self._checkpointer(load=Path(wanted.folder), no_load_optim=not wanted.has_optimizer).load()
-        if loaded is None:
-            raise InputError(f"{wanted.folder} holds no checkpoint")
-        num_steps = int(loaded.extra[_STEPS]) if wanted.has_optimizer else 0
+        num_steps = self._read(Path(wanted.folder), wanted.has_optimizer)
         self._states.adopt(wanted.model, num_steps)
         return work.Done(num_steps=num_steps)
 
+    def _read(self, folder: Path, has_optimizer: bool) -> int:
+        """Read a checkpoint into the chunks; return the steps that its model had made."""
+        loaded = self._checkpointer(load=folder, no_load_optim=not has_optimizer).load()
+        if loaded is None:
+            raise InputError(f"{folder} holds no checkpoint")
+        return int(loaded.extra[_STEPS])
+
     def _checkpointer(self, **values: Any) -> Checkpointer:
         config = CheckpointConfig(no_save_rng=True, no_load_rng=True, **values)
-        settings = dataclasses.replace(self._settings, checkpoint=config)
+        # Each step sets its rate itself.
+        schedule = dataclasses.replace(self._settings.schedule, override_opt_param_scheduler=True)
+        settings = dataclasses.replace(self._settings, checkpoint=config, schedule=schedule)
         return Checkpointer(settings, self._session, self._policy)
 
     def _export(self, wanted: work.Export) -> work.Result:
@@ -272,7 +297,8 @@ def build_worker(rank: Rank, sidecar: OwnSidecar | None, stop: StopRequest) -> W
     rank.startup.say("all is ready")
     if rank.session.rank == 0:
         folder = settings.folder
-        address = (folder / ADDRESS_FILE).read_text().strip()
-        print(f"export TINKER_BASE_URL={address} TINKER_API_KEY=$(cat {folder / KEY_FILE})", flush=True)
+        address, made = (folder / ADDRESS_FILE).read_text().strip(), folder / KEY_FILE
+        key = f"$(cat {made})" if made.exists() else "KEY"
+        print(f"export TINKER_BASE_URL={address} TINKER_API_KEY={key}", flush=True)
     most_tokens = settings.sizes.largest_micro_batch
     return Worker(settings, rank.session, policy, publisher, client, stop, most_tokens)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import transformers
 
 from tests.tinker import model
 from tests.tinker.services import KEYS, Service, serving
@@ -259,6 +260,34 @@ def test_claims_that_the_record_does_not_bear_out_are_refused(service, client) -
     for words, datum in wrong:
         with pytest.raises(tinker.RequestFailedError, match=words):
             training.forward_backward([datum], "importance_sampling").result()
+    # A sampled token after other tokens than those that it was sampled after, and an advantage for a prompt.
+    shifted = make_datum(
+        [*PROMPT[2:], *one.tokens[:-1]],
+        [0] * 3 + [*one.tokens],
+        logprobs=[0.0] * 3 + [*one.logprobs],
+        advantages=[0.0] * 3 + [1.0] * length,
+    ).with_provenance(
+        model_input=[
+            types.PromptProvenanceSpan(sequence_id=name, offset=2, length=4),
+            types.SampledProvenanceSpan(sequence_id=name, length=length - 1),
+        ],
+        loss_fn_inputs=[
+            types.PromptProvenanceSpan(sequence_id=name, offset=3, length=3),
+            types.SampledProvenanceSpan(sequence_id=name, length=length),
+        ],
+    )
+    of_prompt = moved("advantages", 1, 1.0)
+    of_prompt = dataclasses.replace(
+        of_prompt, loss_fn_inputs={**of_prompt.loss_fn_inputs, "target_tokens": [*PROMPT[1:], *one.tokens]}
+    )
+    warm = make_sampled(sample(sampler, temperature=0.7).sequences[0], 1.0)
+    for words, datum in (
+        ("after other tokens", shifted),
+        ("belongs to a prompt", of_prompt),
+        ("temperature 0.7", warm),
+    ):
+        with pytest.raises(tinker.RequestFailedError, match=words):
+            training.forward_backward([datum], "importance_sampling").result()
     # Nothing of them has been trained on: after a second pass over what was right, a twin has the same bits.
     twin, plain = begin(client), dataclasses.replace(right, model_input_spans=None, loss_fn_input_spans=None)
     for one_model, count in ((training, 1), (twin, 2)):
@@ -271,6 +300,48 @@ def test_claims_that_the_record_does_not_bear_out_are_refused(service, client) -
     assert later.metrics["age:max"] == 1.0
 
 
+def test_a_load_ends_what_came_after_and_a_name_has_its_newest_weights(client) -> None:
+    training = begin(client)
+    start = training.save_state("start").result().path
+    early = sample(training.save_weights_and_get_sampling_client().result()).sequences[0]
+    training.forward_backward(draw_chats(0), "cross_entropy")
+    training.optim_step(ADAM)
+    named = training.save_weights_for_sampler("latest").result().path
+    first = sample(client.create_sampling_client(model_path=named).result()).sequences[0]
+    late = sample(training.save_weights_and_get_sampling_client().result()).sequences[0]
+    training.load_state_with_optimizer(start).result()
+    for _ in range(2):
+        training.forward_backward(draw_chats(1), "cross_entropy")
+        training.optim_step(ADAM)
+    assert training.forward_backward([make_sampled(early, 1.0)], "ppo").result().metrics["age:max"] == 2.0
+    with pytest.raises(tinker.RequestFailedError, match="undone"):
+        training.forward_backward([make_sampled(late, 1.0)], "ppo").result()
+    client.create_rest_client().delete_checkpoint(training.model_id, "sampler_weights/latest").result()
+    again = training.save_weights_for_sampler("latest").result().path
+    assert again == named
+    sampler = client.create_sampling_client(model_path=named).result()
+    second = sample(sampler).sequences[0]
+    assert second.logprobs != first.logprobs
+    # Ranks keep eight; the others are read again from their checkpoints.
+    for number in range(9):
+        training.save_weights_for_sampler(f"later-{number}").result()
+    sample(client.create_sampling_client(base_model=model.NAME).result())
+    assert sample(sampler).sequences[0].logprobs == second.logprobs
+
+
+def test_a_text_stops_a_sequence_with_its_last_token(client, service) -> None:
+    sampler = begin(client).save_weights_and_get_sampling_client().result()
+    free = sample(sampler, count=1, stop=[]).sequences[0]
+    assert len(free.tokens) == 8
+    words = transformers.AutoTokenizer.from_pretrained(service.models / model.NAME)
+    text = words.decode(free.tokens[:4], skip_special_tokens=False)
+    cut = sample(sampler, count=1, stop=[text[-1]]).sequences[0]
+    assert cut.stop_reason == "stop"
+    assert cut.tokens == free.tokens[: len(cut.tokens)]
+    assert text[-1] in words.decode(cut.tokens, skip_special_tokens=False)
+    assert text[-1] not in words.decode(cut.tokens[:-1], skip_special_tokens=False)
+
+
 def train_one(client: Any, length: int, target: int) -> Any:
     datum = make_datum([1] * length, [target] * length, weights=[1.0] * length)
     return begin(client).forward_backward([datum], "cross_entropy").result()
@@ -281,6 +352,11 @@ def train_one(client: Any, length: int, target: int) -> Any:
     (lambda c: begin(c).forward_backward(draw_chats(0), "ppo").result(), "has no logprobs"),
     (lambda c: train_one(c, 1, 99999), "vocabulary"),
     (lambda c: train_one(c, 3000, 1), "micro-batch"),
+    (lambda c: begin(c, seed=1 << 70), "whole number"),
+    (lambda c: begin(c).forward_backward(
+        [make_datum([1], [1], weights=[1.0]), types.Datum(model_input=types.ModelInput.from_ints([1]),
+         loss_fn_inputs={"target_tokens": np.ones((1, 2), "<i8"), "weights": np.ones((1, 2), "<f4")})], "cross_entropy",
+    ).result(), "each kind alone"),
     (lambda c: c.create_lora_training_client(base_model=model.NAME, rank=16).result(), "--lora-rank 16"),
     (lambda c: c.create_lora_training_client(base_model="other/model", rank=RANK).result(), "is not served"),
     (lambda c: sample(c.create_sampling_client(base_model=model.NAME).result(), top_p=0.5), "top_p"),
@@ -289,6 +365,20 @@ def train_one(client: Any, length: int, target: int) -> Any:
 def test_what_cannot_be_done_is_said(make, words, client) -> None:
     with pytest.raises(tinker.TinkerError, match=words):
         make(client)
+
+
+def test_a_body_that_is_not_what_it_says_fails_alone(service, client) -> None:
+    training = begin(client)
+    request = messages.ForwardBackwardRequest(model_id=training.model_id, seq_id=1, loss_fn="cross_entropy")
+    datum = request.data.add()
+    datum.model_input.add().encoded_text.tokens = b"12345"
+    datum.loss_fn_inputs["target_tokens"].CopyFrom(messages.Tensor(dense=b"\0" * 8, dtype=2, shape=[1]))
+    future = service.post("forward_backward", request.SerializeToString())[1]
+    assert "5 bytes" in service.post("retrieve_future", {"request_id": future["request_id"]})[1]["error"]
+    assert service.post("forward_backward", b"\xff\xff")[0] == 400
+    assert service.post("asample", {"sampling_session_id": 3})[0] == 400
+    assert service.post("create_model", {"session_id": "x", "base_model": model.NAME, "model_seq_id": 0})[0] == 404
+    assert train_one(client, 3, 1).metrics["loss:sum"] > 0
 
 
 def test_keys_are_checked_and_tell_nothing_of_each_others_models(service, client) -> None:

@@ -330,3 +330,11 @@ def _run(costs: StepCosts, in_flight: int) -> list[GroupLife]:
     lives: list[GroupLife] = []
     run_paced(case, 1, Opening(in_flight), lives.append)
     return lives
+
+
+def test_a_time_in_which_nothing_runs_shows_nothing() -> None:
+    # The line of the curve goes through the origin: a step without responses would take no time.
+    known = StepCurve(nums=(4.0, 8.0), seconds=(0.4, 0.8), line=(0.0, 0.1))
+    lives = [GroupLife("engine-0", begun, begun + 4.0, (10, 10, 10, 10), 0, False) for begun in (0.0, 10.0)]
+    points = read_points(lives, max_running=8, known=known)
+    assert [(point.num_running, point.seconds) for point in points] == [(pytest.approx(4.0), pytest.approx(0.4))] * 2

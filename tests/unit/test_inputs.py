@@ -55,7 +55,7 @@ def test_a_run_that_begins_again_does_not_save_beside_newer_checkpoints(saved: P
 
 def test_no_sidecar_is_started_for_a_run_that_may_not_save(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[object] = []
-    monkeypatch.setattr(loop_run, "OwnSidecar", started.append)
+    monkeypatch.setattr(loop_run, "OwnSidecar", lambda settings, module: started.append(settings))
     monkeypatch.setattr(inputs, "read_prompts", lambda config: None)
     monkeypatch.setattr(inputs, "_check_weights", lambda settings: None)
     settings = SimpleNamespace(
@@ -88,7 +88,7 @@ def test_no_sidecar_is_started_for_an_environment_that_it_would_refuse(
     words = ("--platform", "cpu", "--hf-model", model, *without(RUN, "--reward"))
     settings = parse_run(*words, "--rollout-env", f"{tmp_path / 'sums.py'}:Sums", world_size=1)
     started: list[object] = []
-    monkeypatch.setattr(loop_run, "OwnSidecar", started.append)
+    monkeypatch.setattr(loop_run, "OwnSidecar", lambda settings, module: started.append(settings))
     monkeypatch.setattr(inputs, "_check_weights", lambda settings: None)
     monkeypatch.setattr(pool, "describe_environment", lambda config, processes: offered)
     startup = SimpleNamespace(show=lambda stream: None)

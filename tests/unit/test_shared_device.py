@@ -400,7 +400,7 @@ def test_the_sidecar_is_started_with_its_part_of_a_device_that_is_shared(
     monkeypatch.setattr(loop_run, "check_inputs", lambda settings: SimpleNamespace(is_finished=False))
     monkeypatch.setattr(loop_run, "load_inputs", lambda settings, checked, startup: Inputs(prompts=prompts))
     sidecar = SimpleNamespace(log="", close=lambda: None, try_rewards=lambda trials: None)
-    monkeypatch.setattr(loop_run, "OwnSidecar", lambda settings: started.append(settings) or sidecar)
+    monkeypatch.setattr(loop_run, "OwnSidecar", lambda settings, module: started.append(settings) or sidecar)
     startup = SimpleNamespace(show=lambda stream: None, say=said.append, end_part=lambda name: None)
     rollout = dataclasses.replace(run.sidecar.rollout, colocate="share" if is_shared else "off")
     settings = dataclasses.replace(run, sidecar=dataclasses.replace(run.sidecar, rollout=rollout))

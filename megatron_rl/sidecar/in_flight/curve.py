@@ -144,7 +144,8 @@ def _read_engine(lives: Sequence[GroupLife], max_running: int, known: StepCurve 
     for _ in range(_NUM_PASSES):
         times, running = _count_running(begun[owner], ends, max_running)
         if known is not None and len(known.nums) > 1:
-            rate = 1 / known.step_seconds(running)
+            # Nothing passes while nothing runs, whatever the line says of a step without responses.
+            rate = np.where(running > 0, 1 / known.step_seconds(np.maximum(running, 1)), 0.0)
         else:
             rate = _mean_rates(times, begun, ended, steps)
         passed = np.concatenate([[0.0], np.cumsum(rate * np.diff(times))])

@@ -87,7 +87,7 @@ def train(
         if not settings.observe.verbose:
             path = settings.folder / run_folder.WARNINGS_FILE
             stack.enter_context(keep_warnings(path, print_note if is_first else lambda text: None))
-        inputs, sidecar = _prepare(settings, recipe, startup, stack) if is_first else (Inputs(), None)
+        inputs, sidecar = _prepare(settings, startup, stack, recipe) if is_first else (Inputs(), None)
         trainer: Loop | None = None
         with watch, room_checked(*_list_written(settings)), contextlib.ExitStack() as parts:
             with contextlib.nullcontext() if sidecar is None else sidecar.reported(watch.fail, startup.say):
@@ -116,7 +116,7 @@ def train(
 
 
 def _prepare(
-    settings: RunSettings, recipe: Recipe, startup: Startup, stack: contextlib.ExitStack
+    settings: RunSettings, startup: Startup, stack: contextlib.ExitStack, recipe: Recipe = STAND_ALONE
 ) -> tuple[Inputs, OwnSidecar | None]:
     """Start the run's own sidecar, if it has one, and load the data; `stack` ends it. Only rank 0 calls this.
 
