@@ -5,7 +5,6 @@ and is checked when the flag is read.
 """
 
 import dataclasses
-import importlib.util
 from collections.abc import Iterator, Mapping
 from typing import get_type_hints
 
@@ -254,8 +253,6 @@ def _check_checkpoint(settings: DraftSettings) -> Iterator[str]:
 def _check_service(settings: DraftSettings) -> Iterator[str]:
     """Yield each mistake in the settings of a service."""
     serve, rollout = settings.serve, settings.rollout
-    if importlib.util.find_spec("tinker") is None:
-        yield "--stage serve needs the package tinker: pip install 'megatron_rl[tinker]'"
     if parse_place(serve.listen) is None:
         yield f"--serve-listen {serve.listen} must be HOST:PORT: write 127.0.0.1:0, or another address"
     if serve.keys_file is not None and not serve.keys_file.is_file():

@@ -3,6 +3,7 @@
 import dataclasses
 import getpass
 import hashlib
+import importlib.util
 import math
 import os
 from collections.abc import Iterator
@@ -111,6 +112,8 @@ def _check_host(settings: DraftSettings, sizes: Sizes | None, sidecar: SidecarSe
     yield from file_checks.find_problems(settings)
     if not settings.run.is_sampled:
         return
+    if settings.run.stage == "serve" and importlib.util.find_spec("tinker") is None:
+        yield "--stage serve needs the package tinker: pip install 'megatron_rl[tinker]'"
     longest = None if sizes is None else sizes.longest_prompt + sizes.longest_response
     yield from check_sidecar(settings, sidecar, longest)
     if sidecar is not None:
