@@ -71,7 +71,8 @@ class Source(NamedTuple):
 def main(argv: Sequence[str]) -> int:
     """Serve until a signal ends it."""
     if "--tinker" in argv:
-        importlib.import_module(_TINKER).main(argv)
+        code: int = importlib.import_module(_TINKER).main(argv)
+        return code
     parser = argparse.ArgumentParser(
         "megatron-rl serve", None, __doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )

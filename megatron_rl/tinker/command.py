@@ -3,19 +3,26 @@
     megatron-rl serve --tinker [--nproc-per-node N] FLAGS
 
 FLAGS are those of `torchrun -m megatron_rl`: model, layout, engines. Once it serves, it prints the address and the file
-of the key. SIGTERM and Ctrl-C end it.
+of the key. SIGTERM and Ctrl-C end it. If a process of it is lost, it starts again, and continues from its journal.
 """
 
 import argparse
-import os
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any
 
-from megatron_rl.errors import UsageError
+from megatron_rl.errors import ExitCode, UsageError
+from megatron_rl.sidecar import parent
+
+# Another start would end in the same way.
+_FINAL = (ExitCode.OK, ExitCode.USAGE, ExitCode.ENVIRONMENT, ExitCode.INPUT, ExitCode.INTERRUPTED)
+_LEAST_SECONDS = 60.0
 
 
-def main(argv: Sequence[str]) -> NoReturn:
+def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         "megatron-rl serve", None, __doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -28,4 +35,24 @@ def main(argv: Sequence[str]) -> NoReturn:
     if count > 1:
         launcher = ["torch.distributed.run", "--nproc-per-node", str(count), "-m"]
     words = ["-m", *launcher, "megatron_rl.tinker", "--stage", "serve", *flags]
-    os.execv(sys.executable, [sys.executable, *words])
+    return _run([sys.executable, *words])
+
+
+def _run(command: Sequence[str]) -> int:
+    """Run the ranks, and start them again until they end as they were asked, or soon after their start."""
+    asked = []
+    while True:
+        begun = time.monotonic()
+        # They end with this process, however it ends.
+        with subprocess.Popen(command, preexec_fn=parent.tie) as ranks:
+
+            def end(number: int, _: Any, ranks: "subprocess.Popen[bytes]" = ranks) -> None:
+                asked.append(number)
+                ranks.send_signal(number)
+
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, end)
+            code = ranks.wait()
+        if asked or code in _FINAL or time.monotonic() - begun < _LEAST_SECONDS:
+            return code
+        print(f"megatron-rl serve: the ranks ended with exit code {code}, and are started again", file=sys.stderr)

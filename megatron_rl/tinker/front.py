@@ -58,6 +58,8 @@ class Served:
     most_models: int
     needs_provenance: bool
     decode: sampling.Decode
+    last_version: int
+    """The last version that an earlier life has published."""
 
 
 @dataclasses.dataclass
@@ -106,7 +108,9 @@ class SavedModel(msgspec.Struct, frozen=True, kw_only=True):
     base_model: str
     lora_rank: int
     num_steps: int
-    branch: int
+    loads: list[int]
+    number: int
+    """The number of the request that asked for it."""
     time: float
     expires: float | None = None
     metadata: Any = None
@@ -114,14 +118,28 @@ class SavedModel(msgspec.Struct, frozen=True, kw_only=True):
     """The name under which ranks keep the weights of a sampler, as long as they do."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Restored:
+    """The parts of an earlier life from which a service begins."""
+
+    answers: Mapping[str, Body]
+    """The answers of futures, by their names."""
+    checkpoints: Mapping[str, tuple[int, SavedModel]]
+    """The last checkpoint of each model, and the number of the request that asked for it."""
+
+
 class Front:
-    def __init__(self, served: Served, ranks: Ranks, engines: Samplers, record: SequenceRecord) -> None:
+    def __init__(
+        self, served: Served, ranks: Ranks, engines: Samplers, record: SequenceRecord, note: Callable[[Future], None]
+    ) -> None:
+        """Make it; `note` writes the answer of a future down."""
         self.served = served
         self.ranks = ranks
-        self.futures = Futures()
+        self.futures = Futures(note)
+        self._restored: Mapping[str, tuple[int, SavedModel]] = {}
         self._engines = engines
         self._record = record
-        self._turns = sampling.WeightTurns(ranks)
+        self._turns = sampling.WeightTurns(ranks, served.last_version)
         self._sessions: dict[str, ClientSession] = {}
         self._by_idempotency: dict[tuple[str, str], str] = {}
         self._models: dict[str, Model] = {}
@@ -134,10 +152,13 @@ class Front:
         self._folder = served.folder / "models"
         make_private_folder(self._folder)
 
-    def create_session(self, owner: str, idempotency: str) -> str:
+    def restore(self, restored: "Restored") -> None:
+        """Give the requests that come now their answers of an earlier life, and begin models where they were saved."""
+        self.futures.known_answers, self._restored = restored.answers, restored.checkpoints
+
+    def create_session(self, owner: str, idempotency: str, identity: str) -> str:
         key = owner, idempotency
         if not idempotency or key not in self._by_idempotency:
-            identity = f"{secrets.token_hex(8)}"
             self._sessions[identity] = ClientSession(identity, owner)
             self._by_idempotency[key] = identity
         return self._by_idempotency[key]
@@ -167,7 +188,7 @@ class Front:
     # Models
 
     def create_model(
-        self, session: ClientSession, number: int, lora: Mapping[str, Any] | None, metadata: Any
+        self, session: ClientSession, number: int, lora: Mapping[str, Any] | None, metadata: Any, name: str
     ) -> Future:
         seed = (lora or {}).get("seed") or 0
         if not isinstance(seed, int) or not 0 <= seed < 1 << 31:
@@ -177,42 +198,58 @@ class Front:
             self._check_adapters(lora)
             await self.ranks.do(work.Create(model=model.identity, seed=seed))
 
-        return self._begin_model(session, number, metadata, create)
+        return self._begin_model(session, number, metadata, create, name)
 
-    def load_model(self, session: ClientSession, number: int, path: str, has_optimizer: bool, metadata: Any) -> Future:
+    def load_model(
+        self, session: ClientSession, number: int, path: str, has_optimizer: bool, metadata: Any, name: str
+    ) -> Future:
         async def load(model: Model) -> None:
             await self._load(model, path, has_optimizer)
 
-        return self._begin_model(session, number, metadata, load)
+        return self._begin_model(session, number, metadata, load, name)
 
-    def _begin_model(self, session: ClientSession, number: int, metadata: Any, make: Callable[[Model], Any]) -> Future:
+    def _begin_model(
+        self, session: ClientSession, number: int, metadata: Any, make: Callable[[Model], Any], name: str
+    ) -> Future:
         if number not in session.models:
             identity = f"{session.identity}:train:{number}"
             model = Model(identity, session.identity, session.owner, ModelLine(self.futures, session.owner), metadata)
+            last, saved = self._restored.get(identity, (0, None))
+            model.order.start_after(last)
+            made = asyncio.Event()
+            model.order.wait = made.wait
+            # Requests of a model that is being made may follow at once.
+            self._models[identity] = model
 
             async def perform() -> Body:
-                async with self._making_room:
-                    if len(self._models) >= self.served.most_models:
-                        await self._put_away()
-                    self._models[identity] = model
                 try:
-                    await make(model)
+                    async with self._making_room:
+                        if len(self._models) > self.served.most_models:
+                            await self._put_away(identity)
+                    if saved is None:
+                        await make(model)
+                    else:
+                        await self._load(model, saved.path, has_optimizer=True)
+                        model.loads = [*saved.loads]
                 except BaseException:
                     self._models.pop(identity, None)
                     raise
+                finally:
+                    made.set()
                 return to_json({"model_id": identity, "path": None})
 
-            session.models[number] = self.futures.begin(session.owner, perform)
+            session.models[number] = self.futures.begin(session.owner, perform, name)
         return session.models[number]
 
-    async def _put_away(self) -> None:
-        """Save and forget the model whose client was last heard of; raise an error if all clients are still there."""
-        model = min(self._models.values(), key=lambda one: self._sessions[one.session].heard)
+    async def _put_away(self, new: str) -> None:
+        """Save and forget the model whose client was silent for longest; raise an error if none was silent for long."""
+        others = [one for one in self._models.values() if one.identity != new]
+        model = min(others, key=lambda one: self._sessions[one.session].heard)
         if time.monotonic() - self._sessions[model.session].heard < _SILENCE_SECONDS:
             raise InputError(
-                f"{len(self._models)} models are trained here, and --serve-most-models allows no more: end a session"
+                f"{len(others)} models are trained here, and --serve-most-models allows no more: end a session"
             )
-        await self.save(model, TRAINING, _LEFT, None, model.metadata, overwrite=True)
+        await self.save(model, TRAINING, _LEFT, 0, None, model.metadata, overwrite=True)
         self._models.pop(model.identity, None)
         model.order.end(f"{model.identity} was put away, since its client was silent: load {_LEFT}")
         await self.ranks.do(work.Forget(names=[model.identity, *model.unnamed]))
@@ -233,7 +270,7 @@ class Front:
         if not all(parts.values()):
             raise InputError(f"{', '.join(parts)} must be true: --lora-targets says which layers have adapters")
 
-    async def end_session(self, session: ClientSession) -> None:
+    def end_session(self, session: ClientSession) -> None:
         """Forget a session's models and samplers; checkpoints stay."""
         gone = [one.identity for one in self._models.values() if one.session == session.identity]
         names = []
@@ -244,7 +281,11 @@ class Front:
         for sampler in session.samplers.values():
             self._samplers.pop(sampler.identity, None)
         if gone:
-            await self.ranks.do(work.Forget(names=[*gone, *names]))
+            self.futures.begin(session.owner, lambda: self._forget([*gone, *names]))
+
+    async def _forget(self, names: list[str]) -> Body:
+        await self.ranks.do(work.Forget(names=names))
+        return to_json({})
 
     async def train(self, model: Model, body: bytes) -> Body:
         inputs = {name: loss.inputs for name, loss in LOSSES.items()}
@@ -296,10 +337,16 @@ class Front:
 
     # Checkpoints
 
-    async def save(self, model: Model, kind: str, name: str, ttl: int | None, metadata: Any, overwrite: bool) -> Body:
+    async def save(
+        self, model: Model, kind: str, name: str, number: int, ttl: int | None, metadata: Any, overwrite: bool
+    ) -> Body:
         path = f"{_SCHEME}{model.identity}/{kind}/{_check_name(name)}"
         folder = self._find_folder(path)
-        if (folder / _META).exists() and not overwrite:
+        there = self.read_checkpoint(path)
+        if there is not None and there.number == number:
+            # An earlier life has done this request, and ended before its answer was written down.
+            return to_json({"path": path})
+        if there is not None and not overwrite:
             raise InputError(f"{path} exists: write another name, or overwrite it")
         # It gets its name when it is complete; one that was left incomplete is replaced.
         whole, folder = folder, folder.with_name(f".{folder.name}")
@@ -319,7 +366,8 @@ class Front:
             base_model=self.served.base_model,
             lora_rank=self.served.lora_rank,
             num_steps=model.num_steps,
-            branch=len(model.loads),
+            loads=model.loads,
+            number=number,
             time=now,
             expires=None if ttl is None else now + ttl,
             metadata=metadata,
@@ -363,13 +411,16 @@ class Front:
         return sorted(found, key=lambda one: one.time)
 
     def find_checkpoint(self, path: str, owner: str) -> SavedModel:
-        meta = self._find_folder(path) / _META
-        checkpoint = msgspec.json.decode(meta.read_bytes(), type=SavedModel) if meta.exists() else None
+        checkpoint = self.read_checkpoint(path)
         if checkpoint is None or checkpoint.owner != owner:
             raise NotFound(f"the checkpoint {path} does not exist")
         if checkpoint.expires is not None and checkpoint.expires < time.time():
             raise NotFound(f"{path} has expired")
         return checkpoint
+
+    def read_checkpoint(self, path: str) -> SavedModel | None:
+        meta = self._find_folder(path) / _META
+        return msgspec.json.decode(meta.read_bytes(), type=SavedModel) if meta.exists() else None
 
     async def delete_checkpoint(self, checkpoint: SavedModel) -> None:
         shutil.rmtree(self._find_folder(checkpoint.path))
@@ -445,7 +496,7 @@ class Front:
             raise InputError(f"{path} was saved for training: save weights for a sampler")
         sampler = self._add_sampler(session, number, checkpoint.kept, None)
         sampler.model, sampler.num_steps, sampler.path = checkpoint.model, checkpoint.num_steps, path
-        sampler.branch = checkpoint.branch
+        sampler.branch = len(checkpoint.loads)
         return sampler
 
     def _add_sampler(self, session: ClientSession, number: int, name: str | None, model: Model | None) -> SamplerState:

@@ -5,7 +5,7 @@ import dataclasses
 import itertools
 import logging
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 import msgspec
 
@@ -34,11 +34,14 @@ class Future:
     identity: str
     owner: str
     answer: Body | None = None
+    is_noted: bool = False
     done: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
 
     def give(self, answer: Body) -> None:
-        self.answer = answer
-        self.done.set()
+        """Answer, unless an earlier life of the service has."""
+        if self.answer is None:
+            self.answer = answer
+            self.done.set()
 
 
 def to_json(value: object) -> Body:
@@ -59,23 +62,30 @@ Perform = Callable[[], Awaitable[Body]]
 class Futures:
     """All futures of a service."""
 
-    def __init__(self) -> None:
+    def __init__(self, note: Callable[[Future], None]) -> None:
+        """Make it; `note` writes an answer down, before its client can read it."""
+        self.known_answers: Mapping[str, Body] = {}
+        """The answers of an earlier life, by the names of their futures."""
+        self._note = note
         self._numbers = itertools.count()
         self._mark = secrets.token_hex(4)
         self._known: dict[str, Future] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def begin(self, owner: str, perform: Perform) -> Future:
+    def begin(self, owner: str, perform: Perform, name: str | None = None) -> Future:
         """Begin to do a request, next to others."""
-        future = self.make(owner)
+        future = self.make(owner, name)
         task = asyncio.create_task(self.perform(future, perform))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return future
 
-    def make(self, owner: str) -> Future:
-        future = Future(f"{self._mark}-{next(self._numbers)}", owner)
+    def make(self, owner: str, name: str | None = None) -> Future:
+        """Make a future; one with a name is that of a request in the journal."""
+        future = Future(name or f"{self._mark}-{next(self._numbers)}", owner, is_noted=name is not None)
         self._known[future.identity] = future
+        if future.identity in self.known_answers:
+            future.give(self.known_answers[future.identity])
         if len(self._known) > _MOST_KNOWN:
             oldest = next((name for name, one in self._known.items() if one.done.is_set()), None)
             self._known.pop(oldest or "", None)
@@ -83,9 +93,12 @@ class Futures:
 
     async def perform(self, future: Future, perform: Perform) -> None:
         try:
-            future.give(await perform())
+            answer = await perform()
         except Exception as error:
-            future.give(to_failure(error))
+            answer = to_failure(error)
+        if future.answer is None and future.is_noted:
+            self._note(dataclasses.replace(future, answer=answer))
+        future.give(answer)
 
     def find(self, identity: str, owner: str) -> Future | None:
         future = self._known.get(identity)
@@ -102,19 +115,29 @@ class ModelLine:
         self._waiting: dict[int, Perform] = {}
         self._next = 1
         self._task: asyncio.Task[None] | None = None
+        self.wait: Callable[[], Awaitable[object]] | None = None
+        """Waits until the model is made."""
 
-    def add(self, number: int, perform: Perform) -> Future:
+    def start_after(self, number: int) -> None:
+        """Take the requests up to this number as done: a checkpoint has their effect."""
+        self._next = number + 1
+
+    def add(self, number: int, perform: Perform, name: str | None = None) -> Future:
         """Take a request of this number, counted from 1; a repeated one changes nothing."""
         if number not in self._by_number:
+            future = self._futures.make(self._owner, name)
             if number < self._next:
-                raise MegatronRLError(f"request {number} has taken effect long ago: the next is {self._next}")
-            self._by_number[number] = self._futures.make(self._owner)
+                future.give(to_failure(MegatronRLError(f"request {number} has taken effect long ago")))
+                return future
+            self._by_number[number] = future
             self._waiting[number] = perform
             if self._task is None or self._task.done():
                 self._task = asyncio.create_task(self._run())
         return self._by_number[number]
 
     async def _run(self) -> None:
+        if self.wait is not None:
+            await self.wait()
         while (perform := self._waiting.pop(self._next, None)) is not None:
             await self._futures.perform(self._by_number[self._next], perform)
             self._by_number.pop(self._next - _MOST_REPEATED, None)

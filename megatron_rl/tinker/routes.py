@@ -6,8 +6,10 @@ import functools
 import hashlib
 import hmac
 import os
+import re
 import secrets
-from collections.abc import Callable, Mapping
+import socket
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +18,25 @@ import numpy as np
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
-from megatron_rl.errors import InputError, MegatronRLError
+from megatron_rl.errors import InputError, MegatronRLError, UsageError
 from megatron_rl.shared.chat import read_tokenizer
 from megatron_rl.shared.protocol import wire
 from megatron_rl.shared.protocol.hosts import parse_place
 from megatron_rl.shared.records.append_file import write_private
+from megatron_rl.shared.records.audit_events import FILE_NAME as AUDIT_FILE
 from megatron_rl.sidecar.group_maker import Samplers
 from megatron_rl.sidecar.main import AddRoutes
 from megatron_rl.sidecar.serving import find_url, open_listener, serve
 from megatron_rl.sidecar.settings import SidecarSettings
 from megatron_rl.tinker import ADDRESS_FILE, KEY_FILE, protobuf, work
-from megatron_rl.tinker.front import SAMPLER, TRAINING, Front, NotFound, Served, derive_seed
-from megatron_rl.tinker.futures import Future
+from megatron_rl.tinker.front import Front, NotFound, Served, derive_seed
 from megatron_rl.tinker.provenance import SequenceRecord
 from megatron_rl.tinker.ranks import Ranks
+from megatron_rl.tinker.requests import HANDLERS, RequestFile, Requests, begun, read_text, read_whole
 from megatron_rl.tinker.sampling import Decode, Wanted
 
 KEYS_VARIABLE = "MEGATRON_RL_SERVE_KEYS"
+LAST_ADDRESS_FILE = "serve-port"
 _MOST_BYTES = 1 << 28
 _MOST_SAMPLES = 4096
 _POLL_SECONDS = 30.0
@@ -43,6 +47,10 @@ _NOT_SERVED = {
     "auth/token": "tokens in place of keys",
     "retrieve_futures": "many futures at once",
 }
+
+
+FindOwner = Callable[[Request], str]
+Read = Callable[[Request], Awaitable[tuple[str, dict[str, Any]]]]
 
 
 class _Keys:
@@ -61,7 +69,7 @@ class _Unauthorized(MegatronRLError):
     """A request without a key of this service."""
 
 
-def build_application(front: Front, keys: list[str]) -> FastAPI:
+def build_application(front: Front, requests: Requests, keys: list[str]) -> FastAPI:
     app = FastAPI(title="megatron_rl by Tinker's interface", docs_url=None, redoc_url=None, openapi_url=None)
     find_owner = _Keys(keys).find_owner
 
@@ -80,18 +88,16 @@ def build_application(front: Front, keys: list[str]) -> FastAPI:
         except msgspec.MsgspecError as error:
             raise InputError(f"the body is not a JSON object: {error}") from None
 
-    def begun(future: Future, **more: Any) -> dict[str, Any]:
-        return {"request_id": future.identity, **more}
-
-    _session_routes(app, front, read, begun)
-    _training_routes(app, front, find_owner, read, begun)
-    _sampling_routes(app, front, find_owner, read, begun)
+    for path in HANDLERS.keys() - {"finish"}:
+        _add_request(app, path, requests, find_owner)
+    _session_routes(app, front, requests, read)
+    _sampling_routes(app, front, find_owner, read)
     _checkpoint_routes(app, front, find_owner, read)
 
     @app.post("/api/v1/retrieve_future")
     async def retrieve(request: Request) -> Response:
         owner, body = await read(request)
-        future = front.futures.find(_text(body, "request_id"), owner)
+        future = front.futures.find(read_text(body, "request_id"), owner)
         if future is None:
             # A client samples again, and tells its user of anything else.
             return JSONResponse({"error": f"this service knows no request {body['request_id']}"}, status_code=410)
@@ -115,7 +121,7 @@ def _refuse(app: FastAPI, path: str, what: str) -> None:
         return JSONResponse({"error": f"{what} ({path}) are not served here"}, status_code=404)
 
 
-def _session_routes(app: FastAPI, front: Front, read: Any, begun: Any) -> None:
+def _session_routes(app: FastAPI, front: Front, requests: Requests, read: Read) -> None:
     @app.get("/api/v1/healthz")
     async def health() -> dict[str, str]:
         return {"status": "ok"}
@@ -137,104 +143,34 @@ def _session_routes(app: FastAPI, front: Front, read: Any, begun: Any) -> None:
         model = {"model_name": served.base_model, "max_context_length": served.longest}
         return {"supported_models": [{**model, "trainable": True, "sampleable": True}]}
 
-    @app.post("/api/v1/create_session")
-    async def create_session(request: Request) -> dict[str, Any]:
-        owner, _ = await read(request)
-        return {"session_id": front.create_session(owner, request.headers.get("x-idempotency-key", ""))}
-
     @app.post("/api/v1/session_heartbeat")
     async def beat(request: Request) -> dict[str, Any]:
         owner, body = await read(request)
-        front.find_session(_text(body, "session_id"), owner)
+        front.find_session(read_text(body, "session_id"), owner)
         return {}
 
     @app.post("/api/v1/sessions/{session}/finish")
     async def finish(request: Request, session: str) -> dict[str, Any]:
         owner, _ = await read(request)
-        await front.end_session(front.find_session(session, owner))
-        return {}
-
-    @app.post("/api/v1/create_model")
-    async def create_model(request: Request) -> dict[str, Any]:
-        owner, body = await read(request)
-        front.check_base(_text(body, "base_model"))
-        session, number = front.find_session(_text(body, "session_id"), owner), _whole(body, "model_seq_id")
-        return begun(front.create_model(session, number, body.get("lora_config"), body.get("user_metadata")))
+        return requests.take("finish", owner, "", msgspec.json.encode({"session_id": session}))
 
     @app.post("/api/v1/get_info")
     async def get_info(request: Request) -> dict[str, Any]:
         owner, body = await read(request)
-        model, served = front.find_model(_text(body, "model_id"), owner), front.served
+        model, served = front.find_model(read_text(body, "model_id"), owner), front.served
         adapters = {"is_lora": True, "lora_rank": served.lora_rank} if served.lora_rank else {"is_lora": False}
         data = {"model_name": served.base_model, "tokenizer_id": served.base_model}
         return {"model_id": model.identity, "model_data": data, "model_name": served.base_model, **adapters}
 
 
-def _training_routes(app: FastAPI, front: Front, find_owner: Any, read: Any, begun: Any) -> None:
-    @app.post("/api/v1/forward_backward")
-    async def forward_backward(request: Request) -> dict[str, Any]:
-        owner = find_owner(request)
-        body = await _read_body(request)
-        identity, number = protobuf.read_place(body)
-        model = front.find_model(identity, owner)
-        return begun(model.order.add(number, lambda: front.train(model, body)), model_id=identity)
-
-    @app.post("/api/v1/optim_step")
-    async def optim_step(request: Request) -> dict[str, Any]:
-        owner, body = await read(request)
-        model = front.find_model(_text(body, "model_id"), owner)
-        adam = body.get("optimizer_params") or body.get("adam_params") or {}
-        return begun(model.order.add(_whole(body, "seq_id"), lambda: front.step(model, adam)), model_id=model.identity)
-
-    @app.post("/api/v1/save_weights")
-    async def save_weights(request: Request) -> dict[str, Any]:
-        owner, body = await read(request)
-        model = front.find_model(_text(body, "model_id"), owner)
-        future = model.order.add(
-            _whole(body, "seq_id"),
-            lambda: front.save(
-                model, TRAINING, _text(body, "path"), body.get("ttl_seconds"), body.get("user_metadata"),
-                bool(body.get("overwrite")),
-            ),
-        )  # fmt: skip
-        return begun(future, model_id=model.identity)
-
-    @app.post("/api/v1/save_weights_for_sampler")
-    async def save_for_sampler(request: Request) -> dict[str, Any]:
-        owner, body = await read(request)
-        model = front.find_model(_text(body, "model_id"), owner)
-        session = front.find_session(model.identity.partition(":")[0], owner)
-
-        async def save() -> Any:
-            if body.get("path") is None:
-                return await front.keep_unnamed(model, session, _whole(body, "sampling_session_seq_id"))
-            name, ttl = _text(body, "path"), body.get("ttl_seconds")
-            return await front.save(model, SAMPLER, name, ttl, body.get("user_metadata"), overwrite=False)
-
-        return begun(model.order.add(_whole(body, "seq_id"), save), model_id=model.identity)
-
-    @app.post("/api/v1/load_weights")
-    async def load_weights(request: Request) -> dict[str, Any]:
-        owner, body = await read(request)
-        path, has_optimizer = _text(body, "path"), bool(body.get("optimizer"))
-        if body.get("model_id") is not None:
-            model = front.find_model(_text(body, "model_id"), owner)
-            number = _whole(body, "seq_id")
-            return begun(model.order.add(number, lambda: front.load(model, path, has_optimizer)))
-        session, number = front.find_session(_text(body, "session_id"), owner), _whole(body, "model_seq_id")
-        return begun(front.load_model(session, number, path, has_optimizer, body.get("user_metadata")))
+def _add_request(app: FastAPI, path: str, requests: Requests, find_owner: FindOwner) -> None:
+    @app.post(f"/api/v1/{path}", name=path)
+    async def take(request: Request) -> dict[str, Any]:
+        owner, body = find_owner(request), await _read_body(request)
+        return requests.take(path, owner, request.headers.get("x-idempotency-key", ""), body)
 
 
-def _sampling_routes(app: FastAPI, front: Front, find_owner: Any, read: Any, begun: Any) -> None:
-    @app.post("/api/v1/create_sampling_session")
-    async def create_sampler(request: Request) -> dict[str, Any]:
-        owner, body = await read(request)
-        if body.get("base_model") is not None:
-            front.check_base(_text(body, "base_model"))
-        session = front.find_session(_text(body, "session_id"), owner)
-        sampler = front.create_sampler(session, _whole(body, "sampling_session_seq_id"), body.get("model_path"))
-        return {"sampling_session_id": sampler.identity}
-
+def _sampling_routes(app: FastAPI, front: Front, find_owner: FindOwner, read: Read) -> None:
     @app.get("/api/v1/samplers/{identity}")
     async def sampler(request: Request, identity: str) -> dict[str, Any]:
         found = front.find_sampler(identity, find_owner(request))
@@ -244,18 +180,18 @@ def _sampling_routes(app: FastAPI, front: Front, find_owner: Any, read: Any, beg
     @app.post("/api/v1/asample")
     async def asample(request: Request) -> dict[str, Any]:
         owner, body = await read(request)
-        sampler = front.find_sampler(_text(body, "sampling_session_id"), owner)
-        number = _whole(body, "seq_id")
+        sampler = front.find_sampler(read_text(body, "sampling_session_id"), owner)
+        number = read_whole(body, "seq_id")
         wanted = _read_wanted(body, sampler.identity, number, front.served.longest)
         future, names = front.sample(sampler, number, wanted, bool(body.get("prompt_logprobs")))
         return begun(future, sample_sequence_ids=names)
 
 
-def _checkpoint_routes(app: FastAPI, front: Front, find_owner: Any, read: Any) -> None:
+def _checkpoint_routes(app: FastAPI, front: Front, find_owner: FindOwner, read: Read) -> None:
     @app.post("/api/v1/weights_info")
     async def weights_info(request: Request) -> dict[str, Any]:
         owner, body = await read(request)
-        one = front.find_checkpoint(_text(body, "tinker_path"), owner)
+        one = front.find_checkpoint(read_text(body, "tinker_path"), owner)
         rank = {"lora_rank": one.lora_rank} if one.lora_rank else {}
         return {"base_model": one.base_model, "is_lora": bool(one.lora_rank), **rank}
 
@@ -305,18 +241,6 @@ async def _read_body(request: Request) -> bytes:
         if len(data) > _MOST_BYTES:
             raise InputError(f"a body must have at most {_MOST_BYTES} bytes: send fewer data at a time")
     return bytes(data)
-
-
-def _text(body: Mapping[str, Any], name: str) -> str:
-    if not isinstance(value := body.get(name), str) or not value:
-        raise InputError(f"{name} must be a text, and is {value!r}")
-    return value
-
-
-def _whole(body: Mapping[str, Any], name: str) -> int:
-    if not isinstance(value := body.get(name), int) or isinstance(value, bool) or value < 0:
-        raise InputError(f"{name} must be a number of 0 or more, and is {value!r}")
-    return value
 
 
 def _read_wanted(body: Mapping[str, Any], sampler: str, number: int, longest: int) -> Wanted:
@@ -383,6 +307,23 @@ def read_keys(path: Path | None, folder: Path) -> list[str]:
     return keys
 
 
+def _open_listener(place: tuple[str, int], last: Path) -> socket.socket:
+    """Listen where clients of the service's last life look for it, if the port may be chosen."""
+    if place[1] == 0 and last.exists():
+        with contextlib.suppress(UsageError):
+            return open_listener(place[0], int(last.read_text()), "--serve-listen")
+    listener = open_listener(*place, "--serve-listen")
+    write_private(last, str(listener.getsockname()[1]).encode())
+    return listener
+
+
+def _find_last_version(path: Path) -> int:
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    # The first line begins the log, and a torn one may end it.
+    found = (re.search(rb'"version":(\d+)', line) for line in lines)
+    return max((int(one[1]) for one in found if one is not None), default=0)
+
+
 async def open_front(
     settings: SidecarSettings, engines: Samplers, _: Decode, stack: contextlib.AsyncExitStack
 ) -> AddRoutes:
@@ -401,6 +342,7 @@ async def open_front(
         lora_rank=settings.lora_rank,
         most_models=serving.most_models,
         needs_provenance=serving.needs_provenance,
+        last_version=_find_last_version(folder / AUDIT_FILE),
         decode=functools.partial(tokenizer.batch_decode, skip_special_tokens=False),
     )
     record = SequenceRecord(folder)
@@ -408,8 +350,13 @@ async def open_front(
     ranks = Ranks()
     place = parse_place(serving.listen)
     assert place is not None
-    listener, ended = open_listener(*place, "--serve-listen"), asyncio.Event()
-    app = build_application(Front(served, ranks, engines, record), read_keys(serving.keys_file, folder))
+    listener, ended = _open_listener(place, folder / LAST_ADDRESS_FILE), asyncio.Event()
+    journal = RequestFile(folder)
+    stack.callback(journal.close)
+    front = Front(served, ranks, engines, record, journal.note)
+    requests = Requests(front, journal)
+    requests.replay()
+    app = build_application(front, requests, read_keys(serving.keys_file, folder))
     task = asyncio.create_task(serve(app, listener=listener, until=ended))
 
     async def end() -> None:

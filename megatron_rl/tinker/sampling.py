@@ -39,11 +39,12 @@ class Held:
 class WeightTurns:
     """The turns of weights in the engines."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Ranks, last_version: int) -> None:
+        """Publish versions after the last one of an earlier life."""
         self._ranks = ranks
         self._held: Held | None = None
         self._num_running = 0
-        self._num_published = 0
+        self._last_version = last_version
         self._waiting: collections.deque[tuple[str | None, asyncio.Future[Held]]] = collections.deque()
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -70,14 +71,14 @@ class WeightTurns:
                     self._changed.clear()
                     await self._changed.wait()
                 self._held = None
-                self._num_published += 1
+                self._last_version += 1
                 try:
-                    published = await self._ranks.do(work.Bring(name=name, version=self._num_published))
+                    published = await self._ranks.do(work.Bring(name=name, version=self._last_version))
                 except Exception as error:
                     self._answer(name, error)
                     continue
                 assert isinstance(published, work.PublishDone)
-                self._held = Held(name, self._num_published, published.fingerprint)
+                self._held = Held(name, self._last_version, published.fingerprint)
             self._answer(name, self._held)
 
     def _answer(self, name: str | None, answer: Held | Exception) -> None:

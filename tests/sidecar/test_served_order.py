@@ -17,7 +17,7 @@ from megatron_rl.tinker.sampling import WeightTurns
 
 async def test_requests_take_effect_by_their_numbers_and_each_once() -> None:
     done: list[int] = []
-    line = ModelLine(Futures(), "owner")
+    line = ModelLine(Futures(lambda future: None), "owner")
 
     def perform(number: int):
         async def do() -> Body:
@@ -58,7 +58,7 @@ async def test_work_is_handed_out_again_until_its_result_has_come() -> None:
 
 async def test_engines_hold_weights_until_their_requests_have_ended() -> None:
     ranks = Ranks()
-    turns, held, order = WeightTurns(ranks), [], []
+    turns, held, order = WeightTurns(ranks, 7), [], []
 
     async def publish() -> None:
         while True:
