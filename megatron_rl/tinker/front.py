@@ -343,7 +343,7 @@ class Front:
         path = f"{_SCHEME}{model.identity}/{kind}/{_check_name(name)}"
         folder = self._find_folder(path)
         there = self.read_checkpoint(path)
-        if there is not None and there.number == number:
+        if there is not None and number and there.number == number:
             # An earlier life has done this request, and ended before its answer was written down.
             return to_json({"path": path})
         if there is not None and not overwrite:

@@ -153,9 +153,10 @@ def _find_restored(front: Front, records: list[Any], mark: str) -> Restored:
     for number, record in enumerate(records):
         answer = answers.get(_name(mark, number))
         if isinstance(record, Asked) and record.path == "save_weights" and answer is not None:
-            asked, answered = json.loads(record.body), json.loads(answer.body)
+            answered = json.loads(answer.body)
+            # It may have been overwritten since, by a request that has no answer yet: its own number counts.
             if "path" in answered and (saved := front.read_checkpoint(answered["path"])) is not None:
-                checkpoints[asked["model_id"]] = int(asked["seq_id"]), saved
+                checkpoints[saved.model] = saved.number, saved
     return Restored(answers, checkpoints)
 
 

@@ -13,7 +13,7 @@ from tests.tinker.services import serving
 
 tinker = pytest.importorskip("tinker", reason="Tinker's SDK has an environment of its own: make test-tinker")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning")]
-RANK, NUM_STEPS = 32, 60
+RANK, NUM_STEPS = 32, 40
 
 
 def test_the_rl_loop_learns_to_carry(tmp_path: Path) -> None:
