@@ -68,7 +68,7 @@ _log = logging.getLogger("megatron_rl.sidecar")
 
 
 def main(words: list[str], open_more: OpenMore | None = None) -> int:
-    """Run until told to end, and return the exit code. `open_more` opens what a service has beside that of a run."""
+    """Run until told to end, and return the exit code. `open_more` opens a further part beside the service."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s", stream=sys.stderr)
     # httpx logs every request to an engine, many a second. The audit log has them all.
     logging.getLogger("httpx").setLevel(logging.WARNING)

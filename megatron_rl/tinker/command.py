@@ -2,8 +2,8 @@
 
     megatron-rl serve --tinker [--nproc-per-node N] FLAGS
 
-FLAGS are those of `torchrun -m megatron_rl`: model, layout, engines. Once it serves, it prints the address and the file
-of the key. SIGTERM and Ctrl-C end it. If a process of it is lost, it starts again, and continues from its journal.
+FLAGS are the flags of `torchrun -m megatron_rl`: model, layout, engines. Once it serves, it prints the address and the
+file of the key. SIGTERM and Ctrl-C end it. If a process of it is lost, it starts again and continues from its journal.
 """
 
 import argparse

@@ -6,7 +6,6 @@ Whoever has a key sees what was made with it, and nothing else. A model is `SESS
 
 import asyncio
 import dataclasses
-import datetime
 import hashlib
 import itertools
 import secrets
@@ -16,35 +15,37 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from megatron_rl.errors import InputError, MegatronRLError
 from megatron_rl.shared.protocol.wire import Response
-from megatron_rl.shared.records.append_file import make_private_folder, write_private
 from megatron_rl.sidecar.group_maker import Samplers
 from megatron_rl.tinker import protobuf, sampling, work
 from megatron_rl.tinker.futures import Body, Future, Futures, ModelLine, to_json
 from megatron_rl.tinker.losses import LOSSES
 from megatron_rl.tinker.provenance import Bearer, Sampled, SequenceRecord
 from megatron_rl.tinker.ranks import Ranks
+from megatron_rl.tinker.saved import (
+    KINDS,
+    SAMPLER,
+    SCHEME,
+    STATE,
+    TRAINING,
+    NotFound,
+    SavedModel,
+    SavedModels,
+    describe_saved,
+    format_time,
+)
 
-TRAINING, SAMPLER = "weights", "sampler_weights"
-_KINDS = {TRAINING: "training", SAMPLER: "sampler"}
-_SCHEME = "tinker://"
 _MOST_NAMED = 8
 """The samplers' checkpoints whose weights the ranks keep; others are read again when they are sampled from."""
 _MOST_UNNAMED = 4
 """The unnamed weights of a model that are kept for samplers."""
-_META = "tinker.json"
 _LEFT = "left"
 """The name under which a model is saved whose client has gone."""
 _SILENCE_SECONDS = 300.0
 """Clients beat every 10 seconds, and warn their users after 120 without an answer."""
-
-
-class NotFound(MegatronRLError):
-    """Something that is not there, or that another key made."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +84,7 @@ class Model:
     touched: float = dataclasses.field(default_factory=time.time)
     unnamed: list[str] = dataclasses.field(default_factory=list)
     loads: list[int] = dataclasses.field(default_factory=list)
-    """The steps that it had after each load: sequences from before that were of later steps are no longer its own."""
+    """Its steps after each load: sequences of later steps from before a load no longer belong to it."""
 
 
 @dataclasses.dataclass
@@ -98,24 +99,6 @@ class SamplerState:
     branch: int = 0
     path: str | None = None
     requests: dict[int, tuple[Future, list[str]]] = dataclasses.field(default_factory=dict)
-
-
-class SavedModel(msgspec.Struct, frozen=True, kw_only=True):
-    path: str
-    model: str
-    owner: str
-    kind: str
-    base_model: str
-    lora_rank: int
-    num_steps: int
-    loads: list[int]
-    number: int
-    """The number of the request that asked for it."""
-    time: float
-    expires: float | None = None
-    metadata: Any = None
-    kept: str = ""
-    """The name under which ranks keep the weights of a sampler, as long as they do."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,8 +132,7 @@ class Front:
         self._making_room = asyncio.Lock()
         self._kept_names: list[str] = []
         """The names under which ranks keep weights of checkpoints."""
-        self._folder = served.folder / "models"
-        make_private_folder(self._folder)
+        self.saved = SavedModels(served.folder / "models")
 
     def restore(self, restored: "Restored") -> None:
         """Give the requests that come now their answers of an earlier life, and begin models where they were saved."""
@@ -340,20 +322,15 @@ class Front:
     async def save(
         self, model: Model, kind: str, name: str, number: int, ttl: int | None, metadata: Any, overwrite: bool
     ) -> Body:
-        path = f"{_SCHEME}{model.identity}/{kind}/{_check_name(name)}"
-        folder = self._find_folder(path)
-        there = self.read_checkpoint(path)
+        path = f"{SCHEME}{model.identity}/{kind}/{name}"
+        there = self.saved.read(path)
         if there is not None and number and there.number == number:
             # An earlier life has done this request, and ended before its answer was written down.
             return to_json({"path": path})
         if there is not None and not overwrite:
             raise InputError(f"{path} exists: write another name, or overwrite it")
-        # It gets its name when it is complete; one that was left incomplete is replaced.
-        whole, folder = folder, folder.with_name(f".{folder.name}")
-        for one in (folder, *([] if (whole / _META).exists() else [whole])):
-            shutil.rmtree(one, ignore_errors=True)
-        make_private_folder(folder)
-        await self.ranks.do(work.Save(model=model.identity, folder=str(folder / "state")))
+        folder = self.saved.stage(path)
+        await self.ranks.do(work.Save(model=model.identity, folder=str(folder / STATE)))
         kept = f"{path}#{self._mark}-{next(self._kept)}"
         if kind == SAMPLER:
             await self._keep(model, kept)
@@ -373,9 +350,7 @@ class Front:
             metadata=metadata,
             kept=kept,
         )
-        write_private(folder / _META, msgspec.json.encode(checkpoint))
-        shutil.rmtree(whole, ignore_errors=True)
-        folder.rename(whole)
+        self.saved.finish(checkpoint)
         return to_json({"path": path})
 
     async def _keep(self, model: Model, name: str) -> None:
@@ -393,64 +368,24 @@ class Front:
         return to_json({"path": path, "model_id": model.identity})
 
     async def _load(self, model: Model, path: str, has_optimizer: bool) -> None:
-        self.find_checkpoint(path, model.owner)
-        folder = self._find_folder(path) / "state"
+        self.saved.find(path, model.owner)
+        folder = self.saved.find_folder(path) / STATE
         done = await self.ranks.do(work.Load(model=model.identity, folder=str(folder), has_optimizer=has_optimizer))
         assert isinstance(done, work.Done)
         model.num_steps = done.num_steps
         model.loads.append(done.num_steps)
 
-    def list_checkpoints(self, owner: str, model: str | None = None) -> list[SavedModel]:
-        found = []
-        for meta in self._folder.glob(f"*/*/[!.]*/{_META}"):
-            one = msgspec.json.decode(meta.read_bytes(), type=SavedModel)
-            if one.expires is not None and one.expires < time.time():
-                shutil.rmtree(meta.parent, ignore_errors=True)
-            elif one.owner == owner and model in (None, one.model):
-                found.append(one)
-        return sorted(found, key=lambda one: one.time)
-
-    def find_checkpoint(self, path: str, owner: str) -> SavedModel:
-        checkpoint = self.read_checkpoint(path)
-        if checkpoint is None or checkpoint.owner != owner:
-            raise NotFound(f"the checkpoint {path} does not exist")
-        if checkpoint.expires is not None and checkpoint.expires < time.time():
-            raise NotFound(f"{path} has expired")
-        return checkpoint
-
-    def read_checkpoint(self, path: str) -> SavedModel | None:
-        meta = self._find_folder(path) / _META
-        return msgspec.json.decode(meta.read_bytes(), type=SavedModel) if meta.exists() else None
-
     async def delete_checkpoint(self, checkpoint: SavedModel) -> None:
-        shutil.rmtree(self._find_folder(checkpoint.path))
+        shutil.rmtree(self.saved.find_folder(checkpoint.path))
         if checkpoint.kept in self._kept_names:
             self._kept_names.remove(checkpoint.kept)
             await self.ranks.do(work.Forget(names=[checkpoint.kept]))
 
-    def set_expiry(self, checkpoint: SavedModel, ttl: int | None) -> None:
-        expires = None if ttl is None else time.time() + ttl
-        changed = msgspec.structs.replace(checkpoint, expires=expires)
-        write_private(self._find_folder(checkpoint.path) / _META, msgspec.json.encode(changed))
-
-    def describe_checkpoint(self, one: SavedModel) -> dict[str, Any]:
-        kind, name = one.path.removeprefix(_SCHEME).split("/")[1:]
-        described = {
-            "checkpoint_id": f"{kind}/{name}",
-            "checkpoint_type": _KINDS[kind],
-            "time": _iso(one.time),
-            "tinker_path": one.path,
-            "public": False,
-            "user_metadata": one.metadata,
-            "expires_at": None if one.expires is None else _iso(one.expires),
-        }
-        return {name: value for name, value in described.items() if value is not None}
-
     def describe_run(self, identity: str, owner: str) -> dict[str, Any]:
-        model, saved = self._models.get(identity), self.list_checkpoints(owner, identity)
+        model, saved = self._models.get(identity), self.saved.list_of(owner, identity)
         if not saved and (model is None or model.owner != owner):
             raise NotFound(f"the training run {identity} does not exist")
-        last = {kind: [one for one in saved if one.kind == kind][-1:] for kind in _KINDS}
+        last = {kind: [one for one in saved if one.kind == kind][-1:] for kind in KINDS}
         described: dict[str, Any] = {
             "training_run_id": identity,
             "base_model": self.served.base_model,
@@ -458,19 +393,12 @@ class Front:
             "is_lora": bool(self.served.lora_rank),
             "corrupted": False,
             "lora_rank": self.served.lora_rank or None,
-            "last_request_time": _iso(saved[-1].time if model is None else model.touched),
-            "last_checkpoint": next(map(self.describe_checkpoint, last[TRAINING]), None),
-            "last_sampler_checkpoint": next(map(self.describe_checkpoint, last[SAMPLER]), None),
+            "last_request_time": format_time(saved[-1].time if model is None else model.touched),
+            "last_checkpoint": next(map(describe_saved, last[TRAINING]), None),
+            "last_sampler_checkpoint": next(map(describe_saved, last[SAMPLER]), None),
             "user_metadata": saved[-1].metadata if model is None else model.metadata,
         }
         return {name: value for name, value in described.items() if value is not None}
-
-    def _find_folder(self, path: str) -> Path:
-        parts = path.removeprefix(_SCHEME).split("/")
-        if not path.startswith(_SCHEME) or len(parts) != 3 or parts[1] not in _KINDS:
-            raise InputError(f"{path!r} must be {_SCHEME}MODEL/{' or '.join(_KINDS)}/NAME")
-        model, kind, name = parts
-        return self._folder / _check_name(model.replace(":", "-")) / kind / _check_name(name)
 
     # Sampling
 
@@ -491,7 +419,7 @@ class Front:
             return session.samplers[number]
         if path is None:
             return self._add_sampler(session, number, None, None)
-        checkpoint = self.find_checkpoint(path, session.owner)
+        checkpoint = self.saved.find(path, session.owner)
         if checkpoint.kind != SAMPLER:
             raise InputError(f"{path} was saved for training: save weights for a sampler")
         sampler = self._add_sampler(session, number, checkpoint.kept, None)
@@ -543,10 +471,10 @@ class Front:
     async def _recall(self, sampler: SamplerState) -> None:
         """Have the ranks read a sampler's weights again."""
         assert sampler.path is not None and sampler.name is not None
-        self.find_checkpoint(sampler.path, sampler.owner)
+        self.saved.find(sampler.path, sampler.owner)
         async with self._making_room:
             if sampler.name not in self._kept_names:
-                folder = self._find_folder(sampler.path) / "state"
+                folder = self.saved.find_folder(sampler.path) / STATE
                 await self.ranks.do(work.Recall(name=sampler.name, folder=str(folder)))
                 await self._note_kept(sampler.name)
 
@@ -590,14 +518,3 @@ def _find(known: Mapping[str, Any], identity: str, owner: str, what: str) -> Any
     if found is None or found.owner != owner:
         raise NotFound(f"the {what} {identity} does not exist")
     return found
-
-
-def _check_name(name: str) -> str:
-    is_plain = name and name[0] != "." and all(one.isalnum() or one in "-_.:+=" for one in name)
-    if not is_plain or len(name) > 200:
-        raise InputError(f"{name!r} must be a name of letters, digits and -_.:+=")
-    return name
-
-
-def _iso(seconds: float) -> str:
-    return datetime.datetime.fromtimestamp(seconds, datetime.UTC).isoformat()

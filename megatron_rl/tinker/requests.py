@@ -18,8 +18,9 @@ import msgspec
 from megatron_rl.errors import InputError, MegatronRLError
 from megatron_rl.shared.records.append_file import AppendFile
 from megatron_rl.tinker import protobuf
-from megatron_rl.tinker.front import SAMPLER, TRAINING, Front, Restored
+from megatron_rl.tinker.front import Front, Restored
 from megatron_rl.tinker.futures import Body, Future
+from megatron_rl.tinker.saved import SAMPLER, TRAINING
 
 FILE_NAME = "requests.bin"
 
@@ -42,9 +43,10 @@ class Answered(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Begun(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The begin of a journal, with a mark for the names that follow from it."""
+    """The begin of a journal, with a mark for the names that follow from it, and the model that is served."""
 
     mark: str
+    model: str
 
 
 _RECORD = msgspec.msgpack.Decoder(Asked | Answered | Begun)
@@ -53,7 +55,8 @@ _RECORD = msgspec.msgpack.Decoder(Asked | Answered | Begun)
 class RequestFile:
     """The file of all requests and answers; the number of a request is its place."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, model: str) -> None:
+        """Open the journal of a folder; raise an InputError if it belongs to a service of another model."""
         path = folder / FILE_NAME
         self.records, size = _read(path)
         self._file = AppendFile(path)
@@ -61,10 +64,13 @@ class RequestFile:
         self._file.cut(size)
         self._count = len(self.records)
         if not self.records:
-            self.append(Begun(secrets.token_hex(4)))
+            self.append(Begun(secrets.token_hex(4), model))
             self.records, _ = _read(path)
         begun = self.records[0]
         assert isinstance(begun, Begun)
+        if begun.model != model:
+            self.close()
+            raise InputError(f"{path} has the requests of {begun.model}, and {model} is served: name another folder")
         self.mark = begun.mark
 
     def close(self) -> None:
@@ -155,7 +161,7 @@ def _find_restored(front: Front, records: list[Any], mark: str) -> Restored:
         if isinstance(record, Asked) and record.path == "save_weights" and answer is not None:
             answered = json.loads(answer.body)
             # It may have been overwritten since, by a request that has no answer yet: its own number counts.
-            if "path" in answered and (saved := front.read_checkpoint(answered["path"])) is not None:
+            if "path" in answered and (saved := front.saved.read(answered["path"])) is not None:
                 checkpoints[saved.model] = saved.number, saved
     return Restored(answers, checkpoints)
 

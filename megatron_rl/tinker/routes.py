@@ -29,14 +29,15 @@ from megatron_rl.sidecar.main import AddRoutes
 from megatron_rl.sidecar.serving import find_url, open_listener, serve
 from megatron_rl.sidecar.settings import SidecarSettings
 from megatron_rl.tinker import ADDRESS_FILE, KEY_FILE, protobuf, work
-from megatron_rl.tinker.front import Front, NotFound, Served, derive_seed
+from megatron_rl.tinker.front import Front, Served, derive_seed
 from megatron_rl.tinker.provenance import SequenceRecord
 from megatron_rl.tinker.ranks import Ranks
 from megatron_rl.tinker.requests import HANDLERS, RequestFile, Requests, begun, read_text, read_whole
 from megatron_rl.tinker.sampling import Decode, Wanted
+from megatron_rl.tinker.saved import NotFound, describe_saved
 
 KEYS_VARIABLE = "MEGATRON_RL_SERVE_KEYS"
-LAST_ADDRESS_FILE = "serve-port"
+LAST_ADDRESS_FILE, CONFIG_FILE = "serve-port", "config.json"
 _MOST_BYTES = 1 << 28
 _MOST_SAMPLES = 4096
 _POLL_SECONDS = 30.0
@@ -191,14 +192,14 @@ def _checkpoint_routes(app: FastAPI, front: Front, find_owner: FindOwner, read: 
     @app.post("/api/v1/weights_info")
     async def weights_info(request: Request) -> dict[str, Any]:
         owner, body = await read(request)
-        one = front.find_checkpoint(read_text(body, "tinker_path"), owner)
+        one = front.saved.find(read_text(body, "tinker_path"), owner)
         rank = {"lora_rank": one.lora_rank} if one.lora_rank else {}
         return {"base_model": one.base_model, "is_lora": bool(one.lora_rank), **rank}
 
     @app.get("/api/v1/training_runs")
     async def training_runs(request: Request, limit: int = 20, offset: int = 0) -> dict[str, Any]:
         owner = find_owner(request)
-        names = dict.fromkeys([one.model for one in front.list_checkpoints(owner)])
+        names = dict.fromkeys([one.model for one in front.saved.list_of(owner)])
         names |= dict.fromkeys([one.identity for one in front.list_models(owner)])
         cursor = {"offset": offset, "limit": limit, "total_count": len(names)}
         picked = [*names][offset : offset + limit]
@@ -210,27 +211,27 @@ def _checkpoint_routes(app: FastAPI, front: Front, find_owner: FindOwner, read: 
 
     @app.get("/api/v1/training_runs/{run}/checkpoints")
     async def of_run(request: Request, run: str) -> dict[str, Any]:
-        found = front.list_checkpoints(find_owner(request), run)
-        return {"checkpoints": [front.describe_checkpoint(one) for one in found]}
+        found = front.saved.list_of(find_owner(request), run)
+        return {"checkpoints": [describe_saved(one) for one in found]}
 
     @app.get("/api/v1/checkpoints")
     async def checkpoints(request: Request, limit: int = 100, offset: int = 0) -> dict[str, Any]:
-        found = front.list_checkpoints(find_owner(request))
+        found = front.saved.list_of(find_owner(request))
         cursor = {"offset": offset, "limit": limit, "total_count": len(found)}
         return {
-            "checkpoints": [front.describe_checkpoint(one) for one in found[offset : offset + limit]],
+            "checkpoints": [describe_saved(one) for one in found[offset : offset + limit]],
             "cursor": cursor,
         }
 
     @app.put("/api/v1/training_runs/{run}/checkpoints/{checkpoint:path}/ttl")
     async def set_ttl(request: Request, run: str, checkpoint: str) -> dict[str, Any]:
         owner, body = await read(request)
-        front.set_expiry(front.find_checkpoint(f"tinker://{run}/{checkpoint}", owner), body.get("ttl_seconds"))
+        front.saved.set_expiry(front.saved.find(f"tinker://{run}/{checkpoint}", owner), body.get("ttl_seconds"))
         return {}
 
     @app.delete("/api/v1/training_runs/{run}/checkpoints/{checkpoint:path}")
     async def delete(request: Request, run: str, checkpoint: str) -> dict[str, Any]:
-        await front.delete_checkpoint(front.find_checkpoint(f"tinker://{run}/{checkpoint}", find_owner(request)))
+        await front.delete_checkpoint(front.saved.find(f"tinker://{run}/{checkpoint}", find_owner(request)))
         return {}
 
 
@@ -317,6 +318,12 @@ def _open_listener(place: tuple[str, int], last: Path) -> socket.socket:
     return listener
 
 
+def _name_model(served: Served, folder: Path) -> str:
+    """Name what requests were computed with: the model, its configuration, and the rank of adapters."""
+    digest = hashlib.sha256((folder / CONFIG_FILE).read_bytes()).hexdigest()[:12]
+    return f"{served.base_model} ({digest}, adapters of rank {served.lora_rank})"
+
+
 def _find_last_version(path: Path) -> int:
     lines = path.read_bytes().splitlines() if path.exists() else []
     # The first line begins the log, and a torn one may end it.
@@ -351,7 +358,7 @@ async def open_front(
     place = parse_place(serving.listen)
     assert place is not None
     listener, ended = _open_listener(place, folder / LAST_ADDRESS_FILE), asyncio.Event()
-    journal = RequestFile(folder)
+    journal = RequestFile(folder, _name_model(served, settings.hf_model))
     stack.callback(journal.close)
     front = Front(served, ranks, engines, record, journal.note)
     requests = Requests(front, journal)

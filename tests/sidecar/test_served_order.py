@@ -1,6 +1,7 @@
 """The order of a service's requests: by their numbers, each once, and weights in turns."""
 
 import asyncio
+import contextlib
 import itertools
 
 import numpy as np
@@ -12,6 +13,7 @@ from megatron_rl.tinker import work
 from megatron_rl.tinker.futures import Body, Futures, ModelLine
 from megatron_rl.tinker.packs import Forest
 from megatron_rl.tinker.ranks import NotDone, Ranks
+from megatron_rl.tinker.requests import Asked, RequestFile
 from megatron_rl.tinker.sampling import WeightTurns
 
 
@@ -36,6 +38,20 @@ async def test_requests_take_effect_by_their_numbers_and_each_once() -> None:
     assert futures[3] is futures[5]
     assert [one.answer.body for one in futures[3:5]] == [b"1", b"4"]
     assert b"the second is wrong" in futures[1].answer.body
+
+
+def test_a_journal_keeps_what_was_written_whole_and_belongs_to_one_model(tmp_path) -> None:
+    with contextlib.closing(RequestFile(tmp_path, "tiny")) as journal:
+        numbers = [journal.append(Asked("optim_step", "owner", "", b"%d" % number)) for number in range(3)]
+    whole = (tmp_path / "requests.bin").stat().st_size
+    with (tmp_path / "requests.bin").open("ab") as file:
+        file.write(b"\x40\0\0\0torn")
+    with contextlib.closing(RequestFile(tmp_path, "tiny")) as again:
+        assert (again.mark, [one.body for one in again.records[1:]]) == (journal.mark, [b"0", b"1", b"2"])
+        assert (tmp_path / "requests.bin").stat().st_size == whole
+        assert again.append(Asked("optim_step", "owner", "", b"3")) == numbers[-1] + 1
+    with pytest.raises(InputError, match="requests of tiny, and other is served"):
+        RequestFile(tmp_path, "other")
 
 
 async def test_work_is_handed_out_again_until_its_result_has_come() -> None:

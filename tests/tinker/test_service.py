@@ -169,6 +169,9 @@ def test_a_model_is_saved_and_loaded_with_every_bit(client, service) -> None:
     assert sample(sampler).sequences[0].tokens
     with pytest.raises(tinker.NotFoundError):
         service.connect(KEYS[1]).create_rest_client().get_training_run(run).result()
+    described = rest.get_training_run(run).result()
+    assert (described.last_checkpoint.tinker_path, described.last_sampler_checkpoint.tinker_path) == (path, named)
+    assert (described.is_lora, described.lora_rank, described.base_model) == (True, RANK, model.NAME)
     rest.delete_checkpoint(run, "weights/two").result()
     assert [one.tinker_path for one in rest.list_checkpoints(run).result().checkpoints] == [named]
 
