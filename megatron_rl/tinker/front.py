@@ -23,7 +23,7 @@ from megatron_rl.sidecar.group_maker import Samplers
 from megatron_rl.tinker import protobuf, sampling, work
 from megatron_rl.tinker.futures import Body, Future, Futures, ModelLine, to_json
 from megatron_rl.tinker.losses import LOSSES
-from megatron_rl.tinker.provenance import Bearer, Sampled, SequenceRecord
+from megatron_rl.tinker.provenance import Bearer, Sampled, SequenceRecord, mark_own
 from megatron_rl.tinker.ranks import Ranks
 from megatron_rl.tinker.saved import (
     KINDS,
@@ -280,10 +280,14 @@ class Front:
         bearer = Bearer(model.owner, model.identity, model.num_steps, tuple(model.loads))
         is_required = self.served.needs_provenance and not request.is_forward_only
         metrics = self._record.check(request.data, request.claims, bearer, is_required)
+        data = request.data
+        if not request.is_forward_only:
+            loss = LOSSES[request.loss]
+            data = [mark_own(datum, one, loss) for datum, one in zip(data, request.claims, strict=True)]
         computed = await self.ranks.do(
             work.Pass(
                 model=model.identity,
-                data=request.data,
+                data=data,
                 loss=request.loss,
                 settings=request.settings,
                 is_forward_only=request.is_forward_only,

@@ -15,7 +15,7 @@ import numpy as np
 
 from megatron_rl.errors import InputError
 from megatron_rl.shared.records.append_file import AppendFile
-from megatron_rl.tinker.losses import ADVANTAGES, LOG_PROBS, WEIGHTS
+from megatron_rl.tinker.losses import ADVANTAGES, LOG_PROBS, WEIGHTS, ServedLoss, find_weight
 from megatron_rl.tinker.work import Datum
 
 FILE_NAME = "sequences.bin"
@@ -199,6 +199,17 @@ class SequenceRecord:
                 "training do not have: sample at 1"
             )
         return sampled
+
+
+def mark_own(datum: Datum, claims: Claims, loss: ServedLoss) -> Datum:
+    """Mark the targets that have gradients: those that were sampled, and those that the loss weighs."""
+    weights = np.frombuffer(datum.inputs[find_weight(loss)], "<f4")
+    is_own = weights != 0 if loss.is_weighed else np.ones(len(weights), np.bool_)
+    place = 0
+    for span in claims.targets:
+        is_own[place : place + span.length] |= span.is_sampled
+        place += span.length
+    return msgspec.structs.replace(datum, own=is_own.tobytes())
 
 
 def read_sequences(folder: Path) -> tuple[list[Sampled], int]:

@@ -17,6 +17,8 @@ class Datum(msgspec.Struct, frozen=True, array_like=True):
     inputs: dict[str, bytes]
     """The values of the loss's inputs, float32, by name: one for each target."""
     width: int = 1
+    own: bytes = b""
+    """A byte for each target: 1 if it has a gradient, since it was sampled or has a weight. None has if empty."""
 
 
 class Create(msgspec.Struct, frozen=True, kw_only=True, tag=True):

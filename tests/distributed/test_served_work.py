@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from megatron_rl.tinker import work
+from megatron_rl.tinker.losses import LOSSES as SERVED
+from megatron_rl.tinker.provenance import Claims, mark_own
 from megatron_rl.tinker.work import Datum
 from tests import hf_models
 from tests.distributed.served_trials import Noted, Trial, run_trials
@@ -63,7 +65,8 @@ DATA, OTHERS = draw_data(12, 0), draw_data(5, 1)
 
 
 def make_pass(model: str, loss: str, data: Sequence[Datum], is_forward_only: bool = False) -> work.Pass:
-    return work.Pass(model=model, data=[*data], loss=loss, settings=LOSSES[loss], is_forward_only=is_forward_only)
+    marked = [mark_own(datum, Claims((), ()), SERVED[loss]) for datum in data]
+    return work.Pass(model=model, data=marked, loss=loss, settings=LOSSES[loss], is_forward_only=is_forward_only)
 
 
 def step(model: str) -> work.Step:

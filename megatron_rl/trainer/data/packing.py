@@ -35,6 +35,8 @@ class Pack:
     """For each part of the rows, [M]: the targets that it predicts. Ranks that share a pack have one part each."""
     routing: Routing | None = None
     """The experts that engines chose; None if routers choose for themselves."""
+    num_trained: int | None = None
+    """Number of the first targets that have gradients; None if all have."""
 
     @property
     def num_tokens(self) -> int:

@@ -173,7 +173,7 @@ class PackedGPTModel(GPTModel):
             )
         hidden_RE, group = hidden_R1E.squeeze(1), self.pg_collection.cp
         if group.size() == 1:
-            return self._log_probs(hidden_RE, pack.target_rows_N, pack.target_tokens_N, packed_seq_params)
+            return self._read_targets(hidden_RE, pack, packed_seq_params)
         rows = context.own_rows(pack.num_tokens, group)
         places_M = pack.places_of_part(group.rank(), group.size())
         rows_M, tokens_M = (
@@ -183,6 +183,17 @@ class PackedGPTModel(GPTModel):
         if isinstance(read, TargetRows):
             return read
         return context.combine_targets(read, places_M, len(pack.target_rows_N), group)
+
+    def _read_targets(self, hidden_RE: torch.Tensor, pack: Pack, params: PackParams) -> torch.Tensor | TargetRows:
+        """Compute the log-probs of a pack's targets. Those without gradients take no part in the backward pass."""
+        rows_N, tokens_N, count = pack.target_rows_N, pack.target_tokens_N, pack.num_trained
+        read = self._log_probs(hidden_RE, rows_N[:count], tokens_N[:count], params)
+        if count is None or count == len(rows_N) or isinstance(read, TargetRows):
+            return read
+        with torch.no_grad():
+            others = self._log_probs(hidden_RE, rows_N[count:], tokens_N[count:], params)
+        assert isinstance(others, torch.Tensor)
+        return torch.cat([read, others])
 
     def _log_probs(
         self, hidden_RE: torch.Tensor, rows_M: torch.Tensor, tokens_M: torch.Tensor, params: PackParams
