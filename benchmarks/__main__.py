@@ -184,6 +184,9 @@ BENCHMARKS: Mapping[str, Mapping[str, str]] = {
         "critic_vs_without": "a pass with a critic of the policy's size / without one",
         "head_vs_without": "the same, a critic that is a head on the policy",
     },
+    "served": {
+        "service_vs_run": "a client's forward_backward / the same groups in an update of a run, 40 M parameters",
+    },
     "log_probs_memory": {
         "logprob_peak_vs_logits": "the same, in a process of its own",
         "logprob_vs_naive": "seconds of the output layer with log-probs / of its naive twin",

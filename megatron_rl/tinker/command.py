@@ -19,7 +19,8 @@ from megatron_rl.sidecar import parent
 
 # Another start would end in the same way.
 _FINAL = (ExitCode.OK, ExitCode.USAGE, ExitCode.ENVIRONMENT, ExitCode.INPUT, ExitCode.INTERRUPTED)
-_LEAST_SECONDS = 60.0
+_SHORT_SECONDS, _MOST_SHORT = 60.0, 3
+"""After this many short lives in a row another one would end in the same way."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -39,8 +40,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(command: Sequence[str]) -> int:
-    """Run the ranks, and start them again until they end as they were asked, or soon after their start."""
-    asked = []
+    """Run the ranks, and start them again until they end as they were asked, or keep ending soon after their start."""
+    asked, num_short = [], 0
     while True:
         begun = time.monotonic()
         # They end with this process, however it ends.
@@ -53,6 +54,7 @@ def _run(command: Sequence[str]) -> int:
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, end)
             code = ranks.wait()
-        if asked or code in _FINAL or time.monotonic() - begun < _LEAST_SECONDS:
+        num_short = num_short + 1 if time.monotonic() - begun < _SHORT_SECONDS else 0
+        if asked or code in _FINAL or num_short == _MOST_SHORT:
             return code
         print(f"megatron-rl serve: the ranks ended with exit code {code}, and are started again", file=sys.stderr)

@@ -162,8 +162,7 @@ def lay_out(data: Sequence[Datum], multiple_of: int, vocab_size: int, loss: Serv
         _add(forest, datum)
     pack = pack_segments(forest.list_segments(), multiple_of, vocab_size=vocab_size)
     rows = [
-        np.repeat(forest.find_rows(number)[: len(read_tokens(datum))], datum.width)
-        for number, datum in enumerate(data)
+        np.repeat(forest.find_rows(number)[: len(read_tokens(datum))], datum.width) for number, datum in enumerate(data)
     ]
     targets = [np.frombuffer(datum.targets, "<i4") for datum in data]
     lengths = [len(of_datum) for of_datum in targets]

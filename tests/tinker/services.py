@@ -25,6 +25,7 @@ class Service:
     url: str
     models: Path
     """The folder in which the cookbook finds the tokenizer by the model's name."""
+    process: "subprocess.Popen[str]"
 
     @property
     def folder(self) -> Path:
@@ -55,28 +56,45 @@ class Service:
         return printed
 
 
-@contextlib.contextmanager
-def serving(models: Path, *flags: str) -> Iterator[Service]:
-    """Serve the model below a folder, with two keys, until the context ends; then SIGTERM must end it."""
+def start(models: Path, *flags: str) -> Service:
+    """Serve the model below a folder, with two keys."""
     command = [
         sys.executable, "-m", "megatron_rl.cli", "serve", "--tinker", "--hf-model", str(models / NAME),
         "--serve-base-model", NAME, "--rollout-folder", str(models / "run"), "--micro-batch-size", "2",
         "--rollout-max-num-seqs", "64", *flags,
     ]  # fmt: skip
     environment = os.environ | {"MEGATRON_RL_SERVE_KEYS": " ".join(KEYS), "TINKER_TELEMETRY": "0"}
-    with subprocess.Popen(
+    process = subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
-        try:
-            assert process.stdout is not None
-            printed = ""
-            while (ready := _READY.search(printed)) is None:
-                line = process.stdout.readline()
-                assert line, f"the service has ended\n{printed}"
-                printed += line
-            assert not any(key in printed for key in KEYS)
-            yield Service(ready[1], models)
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(120) == 0
-        finally:
-            process.kill()
+    )
+    assert process.stdout is not None
+    printed = ""
+    while (ready := _READY.search(printed)) is None:
+        line = process.stdout.readline()
+        assert line, f"the service has ended\n{printed}"
+        printed += line
+    assert not any(key in printed for key in KEYS)
+    return Service(ready[1], models, process)
+
+
+def end(service: Service) -> None:
+    """End a service by SIGTERM."""
+    process = service.process
+    try:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(120) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+@contextlib.contextmanager
+def serving(models: Path, *flags: str) -> Iterator[Service]:
+    """Serve the model below a folder until the context ends."""
+    service = start(models, *flags)
+    try:
+        yield service
+    except BaseException:
+        service.process.kill()
+        raise
+    end(service)

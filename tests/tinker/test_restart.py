@@ -1,75 +1,89 @@
 """A service whose processes are killed loses no request, and does none twice."""
 
 import contextlib
+import json
 import os
 import signal
-import time
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 
+from tests.processes import ROOT
 from tests.tinker import model
-from tests.tinker.services import Service, serving
+from tests.tinker.services import KEYS, Service, end, start
 
-tinker = pytest.importorskip("tinker", reason="Tinker's SDK has an environment of its own: make test-tinker")
-from tests.tinker.test_service import ADAM, RANK, begin, draw_chats, read, sample  # noqa: E402
+pytest.importorskip("tinker", reason="Tinker's SDK has an environment of its own: make test-tinker")
+from tests.tinker.cycle import KINDS, RANK
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200), pytest.mark.filterwarnings("ignore::FutureWarning")]
+PROCESSES = {
+    "rank": "megatron_rl.tinker --stage",
+    "client": "tests.tinker.cycle",
+    "sidecar": "megatron_rl.tinker.sidecar",
+    "engine": "api_server",
+    "service": "megatron_rl.cli serve",
+}
+NUM_CYCLES = 40
+FLAGS = ("--seq-length", "256", "--lora-rank", str(RANK), "--serve-most-models", "64")
 
 
-def kill(service: Service, name: str) -> None:
-    """Kill the rank, the sidecar or the engine of a service."""
-    wanted = {"rank": "megatron_rl.tinker --stage", "sidecar": "megatron_rl.tinker.sidecar", "engine": "api_server"}[
-        name
-    ]
+def kill(name: str, folder: Path) -> None:
     for one in psutil.process_iter():
         # Others end meanwhile.
         with contextlib.suppress(psutil.Error):
             words = " ".join(one.cmdline())
-            if wanted in words and str(service.models) in words:
+            if PROCESSES[name] in words and str(folder) in words:
                 os.kill(one.pid, signal.SIGKILL)
                 return
     raise AssertionError(f"no {name} was found")
 
 
-def train(client: Any, training: Any, pause: Any) -> list[bytes]:
-    """Train, save, train, sample, load and train, with a pause before each request is awaited."""
-    found = []
+class Served:
+    """A service, which is started again once it was killed itself."""
 
-    def wait(future: Any) -> Any:
-        pause()
-        return future.result()
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.service = start(folder, *FLAGS)
 
-    for number in range(6):
-        passed, stepped = training.forward_backward(draw_chats(number), "cross_entropy"), training.optim_step(ADAM)
-        found += read(wait(passed))
-        wait(stepped)
-        if number == 2:
-            saved = wait(training.save_state("three")).path
-        if number == 3:
-            sampler = wait(training.save_weights_and_get_sampling_client())
-            found += [np.asarray(one.logprobs).tobytes() for one in sample(sampler).sequences]
-        if number == 4:
-            wait(training.load_state_with_optimizer(saved))
-    return found
+    def run_cycle(self, results: Path, number: int, killed: tuple[str, str] | None) -> dict[str, Any]:
+        """Run a client until it ends; kill a process once a request of this kind was sent."""
+        service: Service = self.service
+        command = [sys.executable, "-m", "tests.tinker.cycle", service.url, KEYS[0], model.NAME, str(results)]
+        with subprocess.Popen([*command, str(number)], cwd=ROOT, stdout=subprocess.PIPE, text=True) as client:
+            assert client.stdout is not None
+            for line in client.stdout:
+                if killed is not None and line.strip() == killed[0]:
+                    kill(killed[1], self.folder if killed[1] != "client" else results)
+                    if killed[1] == "service":
+                        self.service = start(self.folder, *FLAGS)
+        if killed is not None and killed[1] == "client":
+            assert client.returncode == -signal.SIGKILL
+            return self.run_cycle(results, number, None)
+        assert client.returncode == 0
+        found: dict[str, Any] = json.loads((results / f"{number}.json").read_text())
+        # It has the name of its client's session.
+        del found["path"]
+        return found
 
 
 def test_what_is_killed_is_done_once(tmp_path: Path) -> None:
     model.save(tmp_path / model.NAME)
-    with serving(tmp_path, "--seq-length", "256", "--lora-rank", str(RANK)) as service:
-        client = service.connect()
-        expected = train(client, begin(client), lambda: None)
-        kills = iter(["rank", None, None, "sidecar", None, None, "engine", None, None, "rank"] + [None] * 40)
-
-        def pause() -> None:
-            name = next(kills)
-            if name is not None:
-                if name != "engine":
-                    # The service starts again only if it has served for a while.
-                    time.sleep(61)
-                kill(service, name)
-
-        assert train(client, begin(client), pause) == expected
+    served = Served(tmp_path)
+    expected, found = tmp_path / "expected", tmp_path / "found"
+    for folder in (expected, found):
+        folder.mkdir()
+    try:
+        whole = [served.run_cycle(expected, number, None) for number in range(NUM_CYCLES)]
+        # Each of them trains on.
+        assert len({str(one) for one in whole}) == NUM_CYCLES
+        kinds = [KINDS[number % len(KINDS)] for number in range(NUM_CYCLES)]
+        names = [[*PROCESSES][number % len(PROCESSES)] for number in range(NUM_CYCLES)]
+        for number, (kind, name) in enumerate(zip(kinds, names, strict=True)):
+            print(f"cycle {number}: the {name} is killed at {kind}", flush=True)
+            assert served.run_cycle(found, number, (kind, name)) == whole[number], (number, kind, name)
+    finally:
+        end(served.service)
