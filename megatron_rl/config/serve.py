@@ -5,6 +5,11 @@ from pathlib import Path
 
 from megatron_rl.flag import own_flag
 
+MOST_NAMED = 8
+"""The samplers' checkpoints whose weights the ranks keep; others are read again when they are sampled from."""
+MOST_UNNAMED = 4
+"""The unnamed weights of a model that are kept for samplers."""
+
 
 @dataclasses.dataclass(frozen=True)
 class ServeConfig:

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_rl.config.serve import MOST_NAMED, MOST_UNNAMED
 from megatron_rl.errors import InputError, MegatronRLError
 from megatron_rl.shared.protocol.wire import Response
 from megatron_rl.sidecar.group_maker import Samplers
@@ -38,10 +39,6 @@ from megatron_rl.tinker.saved import (
     format_time,
 )
 
-_MOST_NAMED = 8
-"""The samplers' checkpoints whose weights the ranks keep; others are read again when they are sampled from."""
-_MOST_UNNAMED = 4
-"""The unnamed weights of a model that are kept for samplers."""
 _LEFT = "left"
 """The name under which a model is saved whose client has gone."""
 _SILENCE_SECONDS = 300.0
@@ -89,7 +86,10 @@ class Model:
 
 @dataclasses.dataclass
 class SamplerState:
-    """Weights that a client samples from: those kept under the name, or the base's."""
+    """Weights that a client samples from: those kept under the name, or the base's.
+
+    Its client may know it from an earlier life of the service, and ask before this one has made it again.
+    """
 
     identity: str
     owner: str
@@ -99,6 +99,8 @@ class SamplerState:
     branch: int = 0
     path: str | None = None
     requests: dict[int, tuple[Future, list[str]]] = dataclasses.field(default_factory=dict)
+    failure: Exception | None = None
+    is_made: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -364,7 +366,7 @@ class Front:
 
     async def _note_kept(self, name: str) -> None:
         self._kept_names.append(name)
-        if len(self._kept_names) > _MOST_NAMED:
+        if len(self._kept_names) > MOST_NAMED:
             await self.ranks.do(work.Forget(names=[self._kept_names.pop(0)]))
 
     async def load(self, model: Model, path: str, has_optimizer: bool) -> Body:
@@ -406,37 +408,47 @@ class Front:
 
     # Sampling
 
-    async def keep_unnamed(self, model: Model, session: ClientSession, number: int) -> Body:
+    async def keep_unnamed(self, model: Model, sampler: SamplerState) -> Body:
         """Keep a model's weights for a sampler that has no path."""
-        if number not in session.samplers:
-            name = f"{self._mark}-{next(self._kept)}"
-            await self.ranks.do(work.Keep(model=model.identity, name=name))
-            model.unnamed.append(name)
-            self._add_sampler(session, number, name, model)
-            old, model.unnamed = model.unnamed[:-_MOST_UNNAMED], model.unnamed[-_MOST_UNNAMED:]
-            if old:
-                await self.ranks.do(work.Forget(names=old))
-        return to_json({"sampling_session_id": session.samplers[number].identity})
+        if not sampler.is_made.is_set():
+            try:
+                await self._keep_unnamed(model, sampler)
+            except Exception as error:
+                sampler.failure = error
+                raise
+            finally:
+                sampler.is_made.set()
+        return to_json({"sampling_session_id": sampler.identity})
+
+    async def _keep_unnamed(self, model: Model, sampler: SamplerState) -> None:
+        name = f"{self._mark}-{next(self._kept)}"
+        await self.ranks.do(work.Keep(model=model.identity, name=name))
+        sampler.name, sampler.model = name, model.identity
+        sampler.num_steps, sampler.branch = model.num_steps, len(model.loads)
+        model.unnamed.append(name)
+        old, model.unnamed = model.unnamed[:-MOST_UNNAMED], model.unnamed[-MOST_UNNAMED:]
+        if old:
+            await self.ranks.do(work.Forget(names=old))
 
     def create_sampler(self, session: ClientSession, number: int, path: str | None) -> SamplerState:
         if number in session.samplers:
             return session.samplers[number]
-        if path is None:
-            return self._add_sampler(session, number, None, None)
-        checkpoint = self.saved.find(path, session.owner)
-        if checkpoint.kind != SAMPLER:
+        checkpoint = None if path is None else self.saved.find(path, session.owner)
+        if checkpoint is not None and checkpoint.kind != SAMPLER:
             raise InputError(f"{path} was saved for training: save weights for a sampler")
-        sampler = self._add_sampler(session, number, checkpoint.kept, None)
-        sampler.model, sampler.num_steps, sampler.path = checkpoint.model, checkpoint.num_steps, path
-        sampler.branch = len(checkpoint.loads)
+        sampler = self.add_sampler(session, number)
+        if checkpoint is not None:
+            sampler.name, sampler.path, sampler.model = checkpoint.kept, path, checkpoint.model
+            sampler.num_steps, sampler.branch = checkpoint.num_steps, len(checkpoint.loads)
+        sampler.is_made.set()
         return sampler
 
-    def _add_sampler(self, session: ClientSession, number: int, name: str | None, model: Model | None) -> SamplerState:
-        identity = f"{session.identity}:sample:{number}"
-        sampler = SamplerState(identity, session.owner, name)
-        if model is not None:
-            sampler.model, sampler.num_steps, sampler.branch = model.identity, model.num_steps, len(model.loads)
-        session.samplers[number] = self._samplers[identity] = sampler
+    def add_sampler(self, session: ClientSession, number: int) -> SamplerState:
+        """Add a sampler of this number, unless there is one; its weights are not known yet."""
+        if number in session.samplers:
+            return session.samplers[number]
+        sampler = SamplerState(f"{session.identity}:sample:{number}", session.owner)
+        session.samplers[number] = self._samplers[sampler.identity] = sampler
         return sampler
 
     def sample(
@@ -456,6 +468,9 @@ class Front:
         self, sampler: SamplerState, wanted: sampling.Wanted, names: Sequence[str], has_prompt: bool
     ) -> Body:
         sampling.check_fits(wanted, self.served.longest)
+        await sampler.is_made.wait()
+        if sampler.failure is not None:
+            raise sampler.failure
         room = self.served.longest - len(wanted.prompt)
         if sampler.path is not None and sampler.name not in self._kept_names:
             await self._recall(sampler)

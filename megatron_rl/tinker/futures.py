@@ -113,20 +113,21 @@ class ModelLine:
         self._owner = owner
         self._by_number: dict[int, Future] = {}
         self._waiting: dict[int, Perform] = {}
-        self._next = 1
+        self.next = 1
+        """The number of the request that takes effect next."""
         self._task: asyncio.Task[None] | None = None
         self.wait: Callable[[], Awaitable[object]] | None = None
         """Waits until the model is made."""
 
     def start_after(self, number: int) -> None:
         """Take the requests up to this number as done: a checkpoint has their effect."""
-        self._next = number + 1
+        self.next = number + 1
 
     def add(self, number: int, perform: Perform, name: str | None = None) -> Future:
         """Take a request of this number, counted from 1; a repeated one changes nothing."""
         if number not in self._by_number:
             future = self._futures.make(self._owner, name)
-            if number < self._next:
+            if number < self.next:
                 future.give(to_failure(MegatronRLError(f"request {number} has taken effect long ago")))
                 return future
             self._by_number[number] = future
@@ -138,10 +139,10 @@ class ModelLine:
     async def _run(self) -> None:
         if self.wait is not None:
             await self.wait()
-        while (perform := self._waiting.pop(self._next, None)) is not None:
-            await self._futures.perform(self._by_number[self._next], perform)
-            self._by_number.pop(self._next - _MOST_REPEATED, None)
-            self._next += 1
+        while (perform := self._waiting.pop(self.next, None)) is not None:
+            await self._futures.perform(self._by_number[self.next], perform)
+            self._by_number.pop(self.next - _MOST_REPEATED, None)
+            self.next += 1
 
     def end(self, reason: str) -> None:
         """Fail what waits for a request that never came."""

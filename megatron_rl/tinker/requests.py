@@ -217,7 +217,15 @@ def _save_for_sampler(request: Request) -> dict[str, Any]:
     model = front.find_model(read_text(body, "model_id"), request.owner)
     session, place = front.find_session(model.session, request.owner), read_whole(body, "sampling_session_seq_id")
     number = read_whole(body, "seq_id")
-    future = model.order.add(number, lambda: front.keep_unnamed(model, session, place), request.name)
+    if number >= model.order.next:
+        # At once: after a restart, a client that knows it samples before its weights are there again. A model that
+        # continues from a checkpoint has none of the weights from before.
+        front.add_sampler(session, place)
+
+    async def keep() -> Body:
+        return await front.keep_unnamed(model, session.samplers[place])
+
+    future = model.order.add(number, keep, request.name)
     return begun(future, model_id=model.identity)
 
 

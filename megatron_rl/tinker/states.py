@@ -5,6 +5,8 @@ of the gradients since the last step. Invariants:
 
 - a model that takes the place of another finds every bit of its own state, and none of the other's;
 - gradients of several passes are added after each has been reduced over the ranks, never before.
+
+States that are put aside are in the host's memory.
 """
 
 import dataclasses
@@ -23,15 +25,21 @@ from megatron_rl.trainer.mcore.step.policy import Policy
 class ModelState:
     """A model's state while another one is in the chunks; of the one in the chunks, only the counts are valid."""
 
-    weights: list[torch.Tensor] = dataclasses.field(default_factory=list)
-    mains: list[torch.Tensor] = dataclasses.field(default_factory=list)
-    moments: list[dict[Any, Any]] = dataclasses.field(default_factory=list)
-    """The dictionaries in which torch's optimizers keep their state."""
-    group_steps: list[Any] = dataclasses.field(default_factory=list)
-    gradients: list[torch.Tensor] | None = None
-    """The sums of gradients; None if no pass has added any."""
     num_steps: int = 0
     has_gradients: bool = False
+    """Whether a pass has added gradients since the last step."""
+    copies: "_Copies | None" = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Copies:
+    weights: list[torch.Tensor]
+    mains: list[torch.Tensor]
+    moments: list[dict[Any, dict[str, Any]]]
+    """What torch's optimizers keep for each parameter."""
+    group_steps: list[Any]
+    gradients: list[torch.Tensor]
+    """The sums of gradients; empty if no pass has added any."""
 
 
 class ModelStates:
@@ -46,7 +54,7 @@ class ModelStates:
         """The model that is in the chunks; None if other weights are."""
         if policy.base is not None:
             policy.base.adapters.initialize(seed)
-        self._base = [one.clone() for one in self._list_weights()]
+        self._base = _save(self._list_weights())
 
     def create(self, name: str, seed: int) -> None:
         self._leave()
@@ -63,24 +71,28 @@ class ModelStates:
         state = self._states[name]
         if self._live != name:
             self._leave()
-            _copy(state.weights, self._list_weights())
-            _copy(state.mains, self._list_mains())
-            for inner, moments in zip(self._list_inner(), state.moments, strict=True):
-                inner.state = moments
-            for group, steps in zip(self._list_groups(), state.group_steps, strict=True):
+            copies = state.copies
+            assert copies is not None
+            _copy(copies.weights, self._list_weights())
+            _copy(copies.mains, self._list_mains())
+            for inner, moments in zip(self._list_inner(), copies.moments, strict=True):
+                inner.state = type(inner.state)(dict)
+                for parameter, values in moments.items():
+                    inner.state[parameter] = _move(values, parameter.device)
+            for group, steps in zip(self._list_groups(), copies.group_steps, strict=True):
                 group.pop("step", None)
                 group |= {} if steps is None else {"step": steps}
             self._clear_gradients()
-            if state.gradients is not None:
-                _copy(state.gradients, self._list_gradients())
-            self._drop_copies(state)
+            if copies.gradients:
+                _copy(copies.gradients, self._list_gradients())
+            state.copies = None
             self._live = name
         return state
 
     def keep(self, name: str) -> None:
         """Keep a copy of the weights in the chunks, in the host's memory."""
         self._policy.synchronize()
-        self._kept[name] = [one.to("cpu", copy=True) for one in self._list_weights()]
+        self._kept[name] = _save(self._list_weights())
 
     def are_finite(self) -> bool:
         """Check this rank's weights in the chunks."""
@@ -136,6 +148,7 @@ class ModelStates:
     def leave_room(self) -> None:
         """Make the chunks free for a checkpoint: their model is put aside, and the optimizer is as new."""
         self._leave()
+        # A model that was forgotten may have left its own.
         self._reset_optimizer()
 
     def _begin(self, name: str) -> None:
@@ -157,15 +170,19 @@ class ModelStates:
             return
         state = self._states[self._live]
         self._policy.synchronize()
-        state.weights = [one.clone() for one in self._list_weights()]
-        state.mains = [one.clone() for one in self._list_mains()]
-        state.moments = [inner.state for inner in self._list_inner()]
-        state.group_steps = [group.get("step") for group in self._list_groups()]
-        state.gradients = [one.clone() for one in self._list_gradients()] if state.has_gradients else None
+        cpu = torch.device("cpu")
+        state.copies = _Copies(
+            weights=_save(self._list_weights()),
+            mains=_save(self._list_mains()),
+            moments=[
+                {parameter: _move(values, cpu) for parameter, values in inner.state.items()}
+                for inner in self._list_inner()
+            ],
+            group_steps=[group.get("step") for group in self._list_groups()],
+            gradients=_save(self._list_gradients()) if state.has_gradients else [],
+        )
+        self._reset_optimizer()
         self._live = None
-
-    def _drop_copies(self, state: ModelState) -> None:
-        state.weights, state.mains, state.moments, state.group_steps, state.gradients = [], [], [], [], None
 
     def _clear_gradients(self) -> None:
         for chunk in self._policy.wrapped:
@@ -186,8 +203,9 @@ class ModelStates:
             yield from inner.param_groups
 
     def _list_mains(self) -> list[torch.Tensor]:
-        """List the optimizer's copies of parameters; some may be the parameters themselves."""
-        return [one.data for group in self._list_groups() for one in group["params"]]
+        """List the optimizer's copies of parameters; where it has none, it steps the parameters themselves."""
+        own = {id(one) for chunk in self._policy.wrapped for one in chunk.parameters()}
+        return [one.data for group in self._list_groups() for one in group["params"] if id(one) not in own]
 
     def _list_gradients(self) -> list[torch.Tensor]:
         return [
@@ -195,6 +213,15 @@ class ModelStates:
             for chunk in self._policy.wrapped
             for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
         ]
+
+
+def _save(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [one.to("cpu", copy=True) for one in tensors]
+
+
+def _move(values: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Move an optimizer's tensors; their counts of steps are on the host anyway."""
+    return {name: one.to(device) if torch.is_tensor(one) and one.dim() else one for name, one in values.items()}
 
 
 @torch.no_grad()

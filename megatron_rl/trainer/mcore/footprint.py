@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_rl.algorithm.declaration import HEAD
+from megatron_rl.config.serve import MOST_NAMED, MOST_UNNAMED
 from megatron_rl.config.settings import Settings
 from megatron_rl.shared.device_memory import (
     CHUNK_ROWS,
@@ -148,7 +149,18 @@ def _count_stage(settings: Settings, work: Workload, pack: Pack, stage: int) -> 
         # A save in the background writes from a copy of everything that the rank writes.
         "save": own.optimizer + own.offloaded + own.weights if settings.checkpoint.async_save else 0,
     }
+    if settings.run.stage == "serve":
+        host["models"] = _count_served(settings, own)
+        # What a pass adds to.
+        device["gradients"] *= 2
     return Footprint(stage, num_parameters, device, host)
+
+
+def _count_served(settings: Settings, own: "_Bytes") -> int:
+    """Count the models of a service that are not in the chunks, their base, and the weights kept for samplers."""
+    most = settings.serve.most_models
+    num_kept = 1 + MOST_NAMED + most * MOST_UNNAMED
+    return (most - 1) * (own.trained + own.optimizer + own.gradients) + num_kept * own.trained
 
 
 def _count_published(settings: Settings, parameters: Sequence[torch.nn.Parameter]) -> int:
