@@ -36,7 +36,7 @@ class _Copies:
     weights: list[torch.Tensor]
     mains: list[torch.Tensor]
     moments: list[dict[Any, dict[str, Any]]]
-    """What torch's optimizers keep for each parameter."""
+    """The state of torch's optimizers, by parameter."""
     group_steps: list[Any]
     gradients: list[torch.Tensor]
     """The sums of gradients; empty if no pass has added any."""

@@ -33,6 +33,8 @@ class Trial:
 class Noted:
     gradients: Tensors
     weights: Tensors
+    num_bytes: int
+    """The bytes of the models that are put aside, of their base, and of weights that are kept."""
 
 
 def run_trials(trials: Mapping[str, Trial]) -> dict[str, list[work.Result | Noted]]:
@@ -58,10 +60,22 @@ def _run(trial: Trial) -> list[work.Result | Noted]:
             for chunk in policy.wrapped:
                 gather_reduced_shards(chunk)
             if policy.base is None:
-                found.append(Noted(model.gradients(), model.parameters()))
+                found.append(Noted(model.gradients(), model.parameters(), _count_bytes(worker)))
             else:
                 own = {
                     f"{session.rank} {number}": one.parameter for number, one in enumerate(policy.base.adapters.shards)
                 }
-                found.append(Noted({}, {name: one.detach().clone() for name, one in own.items()}))
+                weights = {name: one.detach().clone() for name, one in own.items()}
+                found.append(Noted({}, weights, _count_bytes(worker)))
         return found
+
+
+def _count_bytes(worker: Worker) -> int:
+    states = worker._states
+    copies = [one.copies for one in states._states.values() if one.copies is not None]
+    tensors = [one for copy in copies for one in (*copy.weights, *copy.mains, *copy.gradients)]
+    for copy in copies:
+        tensors += [one for of_inner in copy.moments for values in of_inner.values() for one in values.values()]
+    tensors += [one for weights in (states._base, *states._kept.values()) for one in weights]
+    # A parameter's count of steps is a number.
+    return sum(one.nbytes for one in tensors if one.dim())

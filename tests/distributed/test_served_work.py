@@ -7,12 +7,14 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_rl.config.serve import MOST_NAMED, MOST_UNNAMED
 from megatron_rl.tinker import work
 from megatron_rl.tinker.losses import LOSSES as SERVED
 from megatron_rl.tinker.provenance import Claims, mark_own
 from megatron_rl.tinker.work import Datum
+from megatron_rl.trainer.loop import rank_memory
 from tests import hf_models
-from tests.distributed.served_trials import Noted, Trial, run_trials
+from tests.distributed.served_trials import WORDS, Noted, Trial, run_trials
 from tests.distributed.training import CP2, EP2, LAYOUTS, OVERLAPPED, TP2
 from tests.ranks import run_ranks
 from tests.supervised_twin import Tensors
@@ -114,6 +116,12 @@ def computed(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory)
         ]
         for kind, pieces in (("alone", alone), ("mixed", mixed), ("loaded", loaded)):
             trials[f"{name} {kind}"] = Trial(folders["qwen3"], layout, pieces)
+    for layout in (LORA, f"{LORA} --bf16"):
+        # Each kept sum of gradients is put aside too.
+        pieces = [piece for name in "abc" for piece in (create(name), make_pass(name, "ppo", DATA), step(name))]
+        pieces += [make_pass(name, "ppo", DATA) for name in "abc"]
+        pieces += [work.Keep(model="a", name=str(number)) for number in range(MOST_NAMED + 4 * MOST_UNNAMED)]
+        trials[f"four {layout}"] = Trial(folders["qwen3"], layout, [*pieces, create("d"), None])
     return run_ranks(run_trials, 2, trials)[0]
 
 
@@ -227,3 +235,12 @@ def test_work_that_cannot_be_done_says_why_and_changes_nothing(folders) -> None:
     for reason, words in zip(reasons, ("micro-batch", "outside the vocabulary", "no model z", "nothing"), strict=True):
         assert words in reason
     assert all(torch.equal(one, found["bad"][-1].weights[name]) for name, one in found["plain"][-1].weights.items())
+
+
+@pytest.mark.parametrize("layout", [LORA, f"{LORA} --bf16"])
+def test_models_take_the_memory_that_doctor_counts(layout, computed, folders) -> None:
+    words = f"--hf-model {folders['qwen3']} {WORDS} {layout} --serve-most-models 4"
+    _, _, (counted,) = rank_memory.count(words.split(), 2, None)
+    taken = computed[f"four {layout}"][-1].num_bytes
+    print(f"{layout}: {taken:,} bytes, counted {counted.host['models']:,}")
+    assert taken == pytest.approx(counted.host["models"], rel=0.01)

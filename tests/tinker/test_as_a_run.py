@@ -26,8 +26,8 @@ SHARED = {"seq_length": 64, "batch_invariant": True}
 def run(world: loop.World) -> list[dict[str, Any]]:
     """Return the rows of the run's metrics."""
     words = world.words(
-        "run", rollout_engine="vllm", rollout_num_engines=1, train_iters=NUM_ITERATIONS, lr=RATE, weight_decay=0.0, grpo_aggregation="sequence",
-        adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8, grpo_kl_beta=0.0,
+        "run", rollout_engine="vllm", rollout_num_engines=1, train_iters=NUM_ITERATIONS, lr=RATE, weight_decay=0.0,
+        grpo_aggregation="sequence", adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8, grpo_kl_beta=0.0,
         rollout_max_tokens=MAX_TOKENS, grpo_prompts_per_step=NUM_PROMPTS, grpo_group_size=GROUP_SIZE, **SHARED,
     )  # fmt: skip
     loop.run(world.folder / "outputs", 1, words, is_forked=False)
