@@ -135,6 +135,29 @@ def make_sampled(sequence: Any, advantage: float) -> Any:
     )
 
 
+def test_256_requests_at_once_are_answered_each_with_its_own(client) -> None:
+    training = begin(client)
+    sampler = training.save_weights_and_get_sampling_client().result()
+    prompt, start = types.ModelInput.from_ints(PROMPT), time.monotonic()
+    sampled = [
+        sampler.sample(prompt=prompt, num_samples=1, sampling_params=types.SamplingParams(max_tokens=4, seed=seed))
+        for seed in range(240)
+    ]
+    passed = [training.forward(draw_chats(number, 2), "cross_entropy") for number in range(16)]
+    answers = [one.result().sequences[0].tokens for one in sampled]
+    log_probs = [read(one.result()) for one in passed]
+    print(f"256 requests in {time.monotonic() - start:.1f} s")
+    # A request that is sampled alone has the same answer.
+    for seed in (0, 100, 239):
+        alone = types.SamplingParams(max_tokens=4, seed=seed)
+        assert (
+            sampler.sample(prompt=prompt, num_samples=1, sampling_params=alone).result().sequences[0].tokens
+            == (answers[seed])
+        )
+    assert log_probs[7] == read(training.forward(draw_chats(7, 2), "cross_entropy").result())
+    assert len({str(one) for one in log_probs}) == 16
+
+
 def test_two_clients_at_once_have_the_bits_that_each_has_alone(service) -> None:
     alone = [loop(begin(service.connect(key)), seed) for key, seed in zip(KEYS, (20, 40), strict=True)]
     with concurrent.futures.ThreadPoolExecutor() as pool:
