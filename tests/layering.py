@@ -32,7 +32,7 @@ LAYERS = (
     {"trainer.recipe"},
     {"recipe", "__main__"},
     {"analysis", "commands", "drift", "launch", "migrate", "verify"},
-    {"cli"},
+    {"api", "cli"},
 )
 # Folders in which a file imports the folder's own `__init__.py`, which imports the file.
 CIRCLES_IN = {

@@ -17,20 +17,24 @@ The exit code is 0 without a breach, else 5.
 """
 
 import argparse
+import json
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_rl.errors import ExitCode, InputError, UsageError, count_noun
 from megatron_rl.observe.run_folder import find_run
-from megatron_rl.shared.records.audit_chain import Breach
+from megatron_rl.shared.records.audit_chain import Breach, BreachName
 from megatron_rl.shared.records.audit_check import verify
-from megatron_rl.shared.records.audit_log import FILE_NAME
+from megatron_rl.shared.records.audit_log import FILE_NAME, find_files, find_first_file, read_log_lines
 from megatron_rl.shared.records.audit_report import Report, describe_weaker_proof
 from megatron_rl.shared.records.audit_samples import read_kept
 
 if TYPE_CHECKING:
     from megatron_rl.commands.rescore import Outcome
+
+SEQUENCES = "sequences.bin"
+"""The file with what clients of a service have sampled."""
 
 
 def main(argv: list[str]) -> int:
@@ -57,6 +61,8 @@ def main(argv: list[str]) -> int:
     report = verify(arguments.run, arguments.head)
     _print(report)
     breaches = report.breaches
+    if (arguments.run / SEQUENCES).exists():
+        breaches = [*breaches, *_check_served(arguments.run)]
     if arguments.rescore is not None:
         breaches = [*breaches, *_rescore(arguments, report)]
     return ExitCode.RUN if breaches else ExitCode.OK
@@ -78,6 +84,25 @@ def _check(arguments: argparse.Namespace) -> None:
         raise InputError(f"--checkpoints {folder} must be a folder: name the one that --save-hf wrote checkpoints into")
     if bound is not None and not 0 < bound < math.inf:
         raise UsageError(f"--rescore-bound {bound:g} must be finite and above 0")
+
+
+def _check_served(folder: Path) -> list[Breach]:
+    """Check that the sequences of a service's clients are from versions that their engines had proved to hold."""
+    # It imports torch, as the file of a service does when it is checked for a client.
+    from megatron_rl.tinker.provenance import read_sequences
+
+    proved = set()
+    for path in find_files(find_first_file(folder)).values():
+        for line in read_log_lines(path):
+            event = json.loads(line)
+            if event["event"] == "publish":
+                proved |= {(one["version"], one["fingerprint"], one["engine"]) for one in event["engines"]}
+    sequences, _ = read_sequences(folder)
+    found = [one for one in sequences if (one.version, one.fingerprint, one.engine) not in proved]
+    for one in found:
+        print(f"BREACH {SEQUENCES}: {one.identity} of version {one.version}: {one.engine} had not proved to hold it")
+    print(f"{count_noun(len(sequences), 'sequence')} of clients, {len(sequences) - len(found)} from proved weights")
+    return [Breach(BreachName.NOT_PUBLISHED, 0, f"{SEQUENCES}: {one.identity}") for one in found]
 
 
 def _rescore(arguments: argparse.Namespace, report: Report) -> list[Breach]:

@@ -218,8 +218,8 @@ def _save_for_sampler(request: Request) -> dict[str, Any]:
     session, place = front.find_session(model.session, request.owner), read_whole(body, "sampling_session_seq_id")
     number = read_whole(body, "seq_id")
     if number >= model.order.next:
-        # At once: after a restart, a client that knows it asks before its weights are kept again. A model that continues
-        # from a checkpoint has none of the weights from before.
+        # At once: after a restart, a client that knows it asks before its weights are kept again. A model that
+        # continues from a checkpoint has none of the weights from before.
         front.add_sampler(session, place)
 
     async def keep() -> Body:
