@@ -28,7 +28,7 @@ PROCESSES = {
     "service": "megatron_rl.cli serve",
 }
 NUM_CYCLES = 40
-FLAGS = ("--seq-length", "256", "--lora-rank", str(RANK), "--serve-most-models", "64")
+FLAGS = ("--seq-length", "256", "--lora-rank", str(RANK), "--serve-most-models", "128")
 
 
 def kill(name: str, folder: Path) -> None:
