@@ -52,7 +52,7 @@ class Service:
         )  # fmt: skip
         printed = ended.stdout + ended.stderr
         assert ended.returncode == 0, printed[-4000:]
-        assert "Training completed" in printed
+        assert "training completed" in printed.lower()
         return printed
 
 

@@ -37,7 +37,9 @@ def read_lock(path: Path) -> dict[str, str]:
 @pytest.mark.parametrize("name", ["cpu.lock", "python312.lock", "npu.lock", "cuda.lock", "launch.lock", "tinker.lock"])
 def test_the_releases_that_tests_run_with_are_within_the_ranges(name):
     lock = read_lock(ROOT / "requirements" / name)
-    needs = [need for group in GROUPS for need in versions.read_needs(group) if need.package in lock]
+    # The cookbook's recipe asks for an older release of verifiers than this package's own environments.
+    groups = [group for group in GROUPS if (name, group) != ("tinker.lock", "verifiers")]
+    needs = [need for group in groups for need in versions.read_needs(group) if need.package in lock]
     assert needs
     for need in needs:
         assert need.is_tested(lock[need.package]), need
