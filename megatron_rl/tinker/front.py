@@ -256,20 +256,24 @@ class Front:
 
     def end_session(self, session: ClientSession) -> None:
         """Forget a session's models and samplers; checkpoints stay."""
-        gone = [one.identity for one in self._models.values() if one.session == session.identity]
-        names = []
-        for one in gone:
-            model = self._models.pop(one)
-            model.order.end(f"the session {session.identity} is over")
-            names += model.unnamed
+        gone = [one for one in self._models.values() if one.session == session.identity]
         for sampler in session.samplers.values():
             self._samplers.pop(sampler.identity, None)
         if gone:
-            self.futures.begin(session.owner, lambda: self._forget([*gone, *names]))
+            self.unload(gone, f"the session {session.identity} is over")
 
-    async def _forget(self, names: list[str]) -> Body:
+    def unload(self, models: Sequence[Model], reason: str, name: str | None = None) -> Future:
+        """Forget models at once; what waits for them fails for this reason."""
+        names = []
+        for model in models:
+            self._models.pop(model.identity)
+            model.order.end(reason)
+            names += [model.identity, *model.unnamed]
+        return self.futures.begin(models[0].owner, lambda: self._forget(names, models[0].identity), name)
+
+    async def _forget(self, names: list[str], model: str) -> Body:
         await self.ranks.do(work.Forget(names=names))
-        return to_json({})
+        return to_json({"type": "unload_model", "model_id": model})
 
     async def train(self, model: Model, body: bytes) -> Body:
         inputs = {name: loss.inputs for name, loss in LOSSES.items()}

@@ -10,6 +10,7 @@ import numpy as np
 
 from megatron_rl.errors import InputError, PlatformError
 from megatron_rl.shared.protocol.wire import Response
+from megatron_rl.tinker.losses import WEIGHTS
 from megatron_rl.tinker.provenance import Claims, TokenClaim
 from megatron_rl.tinker.work import Datum
 
@@ -98,9 +99,10 @@ def _read_datum(number: int, datum: Any, inputs: Sequence[str], is_forward_only:
         raise InputError(f"datum {number}: {_TARGETS} has {targets.min()} to {targets.max()}, which are not tokens")
     found = {}
     for name in inputs:
-        if name not in values and not is_forward_only:
+        if name not in values and name != WEIGHTS and not is_forward_only:
             raise InputError(f"datum {number} has no {name}, which this loss reads")
-        value = values.get(name, np.zeros(targets.shape, "<f4"))
+        # All targets have the same weight if a client gives none.
+        value = values.get(name, np.full(targets.shape, float(name == WEIGHTS), "<f4"))
         if value.shape != targets.shape:
             raise InputError(
                 f"datum {number}: {name} has the shape {list(value.shape)}, and {_TARGETS} {list(targets.shape)}"

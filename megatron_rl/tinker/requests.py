@@ -184,6 +184,11 @@ def _create_model(request: Request) -> dict[str, Any]:
     return begun(front.create_model(session, number, lora, body.get("user_metadata"), request.name))
 
 
+def _unload(request: Request) -> dict[str, Any]:
+    model = request.front.find_model(read_text(request.body, "model_id"), request.owner)
+    return begun(request.front.unload([model], f"{model.identity} was unloaded", request.name))
+
+
 def _train(request: Request) -> dict[str, Any]:
     front, content = request.front, request.content
     identity, number = protobuf.read_place(content)
@@ -253,6 +258,7 @@ HANDLERS: Mapping[str, Callable[[Request], dict[str, Any]]] = {
     "create_session": _create_session,
     "finish": _finish,
     "create_model": _create_model,
+    "unload_model": _unload,
     "forward_backward": _train,
     "optim_step": _step,
     "save_weights": _save,

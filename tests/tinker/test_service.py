@@ -407,6 +407,26 @@ def test_a_body_that_is_not_what_it_says_fails_alone(service, client) -> None:
     assert train_one(client, 3, 1).metrics["loss:sum"] > 0
 
 
+def test_an_unloaded_model_is_gone_and_its_checkpoints_are_not(service, client) -> None:
+    training = begin(client)
+    path = training.save_state("before").result().path
+    future = service.post("unload_model", {"model_id": training.model_id})[1]["request_id"]
+    answer = service.post("retrieve_future", {"request_id": future})[1]
+    assert answer == {"type": "unload_model", "model_id": training.model_id}
+    with pytest.raises(tinker.APIStatusError, match="does not exist"):
+        training.forward(draw_chats(0), "cross_entropy").result()
+    again = client.create_training_client_from_state(path).result()
+    assert again.forward(draw_chats(0), "cross_entropy").result().metrics["loss:sum"] > 0
+
+
+def test_targets_without_weights_have_the_weight_1(client) -> None:
+    training, tokens = begin(client), [*PROMPT, 20, 21]
+    given = make_datum(tokens[:-1], tokens[1:], weights=[1.0] * (len(tokens) - 1))
+    plain = make_datum(tokens[:-1], tokens[1:])
+    first, second = (training.forward_backward([one], "cross_entropy").result() for one in (given, plain))
+    assert first.metrics["loss:sum"] == second.metrics["loss:sum"] > 0
+
+
 def test_keys_are_checked_and_tell_nothing_of_each_others_models(service, client) -> None:
     assert service.post("create_session", {}, key="tml-wrong")[0] == 401
     training = begin(client)
