@@ -37,7 +37,7 @@ class StopRequest:
         """`leave` is called last if the process has to end at once; it must take no more than a few seconds."""
         self._grace_seconds = grace_seconds
         self._leave = leave
-        self._asked = threading.Event()
+        self._is_asked = False
         self._has_begun = False
         self._lock = threading.Lock()
         self._over = threading.Event()
@@ -46,14 +46,18 @@ class StopRequest:
 
     def install(self) -> "StopRequest":
         """Listen from now on; the main thread must call it."""
-        signal.signal(signal.SIGTERM, lambda number, frame: self._asked.set())
+        signal.signal(signal.SIGTERM, self._note)
         signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         threading.Thread(target=self._listen, name="stop", daemon=True).start()
         return self
 
     @property
     def is_asked(self) -> bool:
-        return self._asked.is_set()
+        return self._is_asked
+
+    def _note(self, *_: object) -> None:
+        # An event would have a lock, for which a second signal would wait in the middle of the first.
+        self._is_asked = True
 
     def begin(self) -> None:
         """Note that iterations begin, which a request lets finish. Does not return if the process is already ending."""
@@ -67,7 +71,7 @@ class StopRequest:
     def _listen(self) -> None:
         while signal.SIGTERM not in self._reader.recv(64):
             pass
-        self._asked.set()
+        self._note()
         with self._lock:
             if not self._has_begun:
                 _say("asked to stop before the first iteration began: it ends now, and there is nothing to save")
