@@ -29,7 +29,7 @@ SUITES_VENV := .venv-suites
 SUFFIX_VENV := .venv-suffix
 GYM_VENV := .venv-gym
 
-.PHONY: help env test test-first test-all test-each-change test-each-change-kernels test-each-change-ranks test-each-change-runs test-each-change-benchmarks test-each-change-rest test-each-change-matrix lint types format test-slow test-clones test-anywhere test-anywhere-quick test-matrix test-matrix-quick test-npu test-trl test-tinker test-tinker-quick test-verl test-verifiers test-frameworks test-recipes suites test-suites test-suffix test-report test-cuda test-hosts test-launch test-launch-quick python312 cuda demo gpu-demo paying calculator mcp search coding openai-agents langgraph gym gym-environment frameworks agent recipes demo-core learning algorithms sparse teacher bench gpu-check gpu-bench gpu-first rival flags docs figures clean
+.PHONY: help env test test-first test-all test-each-change test-each-change-kernels test-each-change-ranks test-each-change-runs test-each-change-benchmarks test-each-change-rest test-each-change-matrix lint types format test-slow test-clones test-anywhere test-anywhere-quick test-matrix test-matrix-quick test-npu test-trl tinker test-tinker test-tinker-quick test-verl test-verifiers test-frameworks test-recipes suites test-suites test-suffix test-report test-cuda test-hosts test-launch test-launch-quick python312 cuda demo gpu-demo paying calculator mcp search coding openai-agents langgraph gym gym-environment frameworks agent recipes demo-core learning algorithms sparse teacher bench gpu-check gpu-bench gpu-first rival flags docs figures clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -145,9 +145,9 @@ test-suffix: env ## drafts from earlier responses on a real vLLM, with arctic-in
 	@tools/make_environment $(SUFFIX_VENV) requirements/suffix.lock --on $(VENV)
 	$(SUFFIX_VENV)/bin/python -m pytest --target test-suffix -m slow -k suffix tests/sidecar/test_vllm_speculation.py
 
-OF_CLONES = $(if $(MEGATRON_LM),tests/unit/test_patches.py) $(if $(MEGATRON_LM_TREES),tests/unit/test_upstream_rl.py) $(if $(TRANSFORMER_ENGINE),tests/unit/test_transformer_engine.py) $(if $(NEMO_RL),tests/unit/test_nemo_rl.py) $(if $(VLLM_TESTS),tests/suites/test_vllm_suite.py)
-test-clones: $(if $(VLLM_TESTS),suites,env) ## beside sources of other projects: MEGATRON_LM= a clone, MEGATRON_LM_TREES= trees, TRANSFORMER_ENGINE= a release, NEMO_RL= a clone, VLLM_TESTS= vLLM's
-	$(if $(VLLM_TESTS),$(SUITES_VENV),$(VENV))/bin/python -m pytest --target test-clones $(or $(strip $(OF_CLONES)),$(error name at least one of them))
+OF_CLONES = $(if $(MEGATRON_LM),tests/unit/test_patches.py) $(if $(MEGATRON_LM_TREES),tests/unit/test_upstream_rl.py) $(if $(TRANSFORMER_ENGINE),tests/unit/test_transformer_engine.py) $(if $(NEMO_RL),tests/unit/test_nemo_rl.py) $(if $(VLLM_TESTS),tests/suites/test_vllm_suite.py) $(if $(SKYRL),tests/tinker/test_skyrl_suite.py)
+test-clones: $(if $(VLLM_TESTS),suites,env) $(if $(SKYRL),tinker) ## beside sources of other projects: MEGATRON_LM= a clone, MEGATRON_LM_TREES= trees, TRANSFORMER_ENGINE= a release, NEMO_RL= a clone, VLLM_TESTS= vLLM's, SKYRL= a clone
+	$(if $(VLLM_TESTS),$(SUITES_VENV),$(if $(SKYRL),$(TINKER_VENV),$(VENV)))/bin/python -m pytest --target test-clones $(or $(strip $(OF_CLONES)),$(error name at least one of them))
 
 test-anywhere: env ## on other processors, with other threads, in other folders: what depends on them; 5 minutes
 	$(VENV)/bin/python -m tools.test_anywhere
@@ -169,8 +169,10 @@ test-launch-quick: env
 test-tinker: test-tinker-quick ## Tinker's interface by its own client and the cookbook, in an environment of its own
 	$(TINKER_VENV)/bin/python -m pytest --target test-tinker -m slow tests/tinker
 
-test-tinker-quick: env
+tinker: env
 	@tools/make_environment $(TINKER_VENV) requirements/tinker.lock --on $(VENV)
+
+test-tinker-quick: tinker
 	$(TINKER_VENV)/bin/python -m pytest --target test-tinker -m "not slow" tests/tinker
 
 test-cuda: env cuda ## the environment for GPUs, as far as a machine without one can try it

@@ -121,10 +121,12 @@ async def sample(engines: Samplers, wanted: Wanted, request: str, decode: Decode
         # With texts the model's own end counts too: what follows it is not text of the model.
         ignore_eos=stop is not None and not texts,
     )
-    responses = await engines.generate(
-        GroupRequest(request, wanted.prompt.tolist(), wanted.num_samples, wanted.seed, sampling)
-    )
-    return [await asyncio.to_thread(_cut, one, texts, decode) for one in responses] if texts else list(responses)
+    # At temperature 0 all are the same, and engines sample one.
+    count = wanted.num_samples if wanted.temperature > 0 else 1
+    responses = [*await engines.generate(GroupRequest(request, wanted.prompt.tolist(), count, wanted.seed, sampling))]
+    if texts:
+        responses = [await asyncio.to_thread(_cut, one, texts, decode) for one in responses]
+    return responses * (wanted.num_samples // count)
 
 
 def _cut(response: Response, stops: Sequence[str], decode: Decode) -> Response:

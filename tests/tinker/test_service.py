@@ -407,6 +407,13 @@ def test_a_body_that_is_not_what_it_says_fails_alone(service, client) -> None:
     assert train_one(client, 3, 1).metrics["loss:sum"] > 0
 
 
+def test_at_temperature_0_all_samples_are_the_likeliest_tokens(client) -> None:
+    sampler = client.create_sampling_client(base_model=model.NAME)
+    answered = sample(sampler, count=3, temperature=0.0).sequences
+    assert len({tuple(one.tokens) for one in answered}) == 1
+    assert len({one.sequence_id for one in answered}) == 3
+
+
 def test_an_unloaded_model_is_gone_and_its_checkpoints_are_not(service, client) -> None:
     training = begin(client)
     path = training.save_state("before").result().path
