@@ -1,5 +1,6 @@
 """A service with real vLLM, by the client of Tinker's own SDK."""
 
+import asyncio
 import concurrent.futures
 import dataclasses
 import time
@@ -10,6 +11,11 @@ import numpy as np
 import pytest
 import transformers
 
+from megatron_rl.errors import InputError
+from megatron_rl.tinker.front import Front, Model, Served
+from megatron_rl.tinker.futures import ModelLine
+from megatron_rl.tinker.provenance import SequenceRecord
+from megatron_rl.tinker.ranks import Ranks
 from tests.tinker import model
 from tests.tinker.services import KEYS, Service, serving
 
@@ -434,6 +440,22 @@ def test_targets_without_weights_have_the_weight_1(client) -> None:
     assert first.metrics["loss:sum"] == second.metrics["loss:sum"] > 0
 
 
+def test_where_provenance_is_required_nothing_else_is_trained_on(tmp_path) -> None:
+    served = Served(
+        base_model=model.NAME, folder=tmp_path, longest=64, lora_rank=0, most_models=1, needs_provenance=True,
+        decode=lambda _: [], last_version=0,
+    )  # fmt: skip
+    engines: Any = None
+    front = Front(served, Ranks(), engines, SequenceRecord(tmp_path), lambda _: None)
+    request = messages.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn="cross_entropy")
+    datum = request.data.add()
+    datum.model_input.add().encoded_text.tokens = b"\1\0\0\0"
+    datum.loss_fn_inputs["target_tokens"].CopyFrom(messages.Tensor(dense=b"\2" + bytes(7), dtype=2, shape=[1]))
+    trained = Model("m", "s", "key", ModelLine(front.futures, "key"))
+    with pytest.raises(InputError, match="names no sequences, and --require-provenance trains on no other data"):
+        asyncio.run(front.train(trained, request.SerializeToString()))
+
+
 def test_keys_are_checked_and_tell_nothing_of_each_others_models(service, client) -> None:
     assert service.post("create_session", {}, key="tml-wrong")[0] == 401
     training = begin(client)
@@ -443,10 +465,13 @@ def test_keys_are_checked_and_tell_nothing_of_each_others_models(service, client
     assert not any(key.encode() in logs for key in KEYS)
 
 
+LOOP = ["max_steps=2", "batch_size=2", "group_size=4", "max_tokens=24"]
+
+
 @pytest.mark.parametrize(("name", "words"), [
-    ("sl_loop", ["max_steps=3", "batch_size=4", "save_every=2"]),
-    *(("rl_loop", ["max_steps=2", "batch_size=2", "group_size=4", "max_tokens=24", f"loss_fn={loss}"])
-      for loss in ("importance_sampling", "gspo")),
+    ("rl_loop", [*LOOP, "loss_fn=importance_sampling"]),
+    pytest.param("rl_loop", [*LOOP, "loss_fn=gspo"], marks=pytest.mark.slow),
+    pytest.param("sl_loop", ["max_steps=3", "batch_size=4", "save_every=2"], marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_a_recipe_of_the_cookbook_runs_as_it_is(name, words, service, tmp_path) -> None:
     service.run_recipe(name, "chats", f"log_path={tmp_path}/log", f"lora_rank={RANK}", *words)
