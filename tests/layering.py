@@ -32,7 +32,8 @@ LAYERS = (
     {"trainer.recipe"},
     {"recipe", "__main__"},
     {"analysis", "commands", "drift", "launch", "migrate", "verify"},
-    {"api", "cli"},
+    {"cli"},
+    {"api"},
 )
 # Folders in which a file imports the folder's own `__init__.py`, which imports the file.
 CIRCLES_IN = {

@@ -105,28 +105,34 @@ async def test_engines_hold_weights_until_their_requests_have_ended() -> None:
     assert order == ["a", "b", "lost", "c"]
 
 
-def test_a_forest_has_each_common_begin_once_and_every_sequence_whole() -> None:
+@pytest.mark.parametrize("is_sampled", [False, True])
+def test_a_forest_has_each_common_begin_once_and_every_sequence_whole(is_sampled) -> None:
+    """The tokens that a sequence samples are its own, and others may only begin with them."""
     draw = np.random.default_rng(0)
     for _ in range(50):
         sequences = [draw.integers(0, 3, int(draw.integers(1, 9))).astype("<i4") for _ in range(12)]
+        shared = [int(draw.integers(0, len(one) + 1)) if is_sampled else len(one) for one in sequences]
         forest = Forest()
-        for one in sequences:
-            before, new = forest.num_tokens, forest.count_new(one)
-            forest.add(one)
-            assert forest.num_tokens == before + new
+        for one, num_shared in zip(sequences, shared, strict=True):
+            forest.add(one, num_shared)
         segments = forest.list_segments()
         flat = np.concatenate([segment.tokens for segment in segments])
         prefixes = {tuple(one[:length]) for one in sequences for length in range(1, len(one) + 1)}
-        assert len(flat) == forest.num_tokens == len(prefixes)
+        assert len(flat) == forest.num_tokens >= len(prefixes)
+        assert is_sampled or len(flat) == len(prefixes)
         parents = [segment.parent for segment in segments]
         assert all(parent < number for number, parent in enumerate(parents))
         ends = np.cumsum([0, *(len(segment.tokens) for segment in segments)])
         of_row = np.repeat(np.arange(len(segments)), [len(segment.tokens) for segment in segments])
-        for one in sequences:
-            rows = forest.find_rows(one)
+        own: list[int] = []
+        for number, (one, num_shared) in enumerate(zip(sequences, shared, strict=True)):
+            rows = forest.find_rows(number)
             assert (flat[rows] == one).all()
+            own += rows[num_shared:].tolist()
             # Each row is its own segment's, or that of an ancestor, in order.
             path = list(dict.fromkeys(of_row[rows].tolist()))
+            assert parents[path[0]] == -1
             assert all(parents[child] == parent for parent, child in itertools.pairwise(path))
-            assert all((np.diff(rows[of_row[rows] == number]) == 1).all() for number in path)
-            assert all(rows[of_row[rows] == number][0] == ends[number] for number in path)
+            assert all((np.diff(rows[of_row[rows] == segment]) == 1).all() for segment in path)
+            assert all(rows[of_row[rows] == segment][0] == ends[segment] for segment in path)
+        assert len(own) == len(set(own))

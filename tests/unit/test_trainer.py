@@ -96,7 +96,7 @@ def trained(
     events: list[Any] = []
     told = Told(events)
     stop = StopRequest(1.0, lambda reason: None)
-    hook = stop._asked.set if is_asked else lambda: None
+    hook = stop._note if is_asked else lambda: None
     stage: Any = NotedStage(RunLog(told, Timeline(), Untraced()), events, hook, fingerprint)
     course = Course(version, num_iterations, stop, LoopConfig(exit_interval=interval), lambda: 0.0)
     reached = Trainer(alone(), stage, stage, course).train()
