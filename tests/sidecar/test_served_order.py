@@ -107,7 +107,7 @@ async def test_engines_hold_weights_until_their_requests_have_ended() -> None:
 
 @pytest.mark.parametrize("is_sampled", [False, True])
 def test_a_forest_has_each_common_begin_once_and_every_sequence_whole(is_sampled) -> None:
-    """The tokens that a sequence samples are its own, and others may only begin with them."""
+    """Draw sequences that own what they sample: others may only begin with that."""
     draw = np.random.default_rng(0)
     for _ in range(50):
         sequences = [draw.integers(0, 3, int(draw.integers(1, 9))).astype("<i4") for _ in range(12)]
