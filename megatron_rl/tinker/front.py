@@ -80,6 +80,8 @@ class Model:
     num_steps: int = 0
     touched: float = dataclasses.field(default_factory=time.time)
     unnamed: list[str] = dataclasses.field(default_factory=list)
+    samplers: "list[SamplerState]" = dataclasses.field(default_factory=list)
+    """The samplers of its unnamed weights."""
     loads: list[int] = dataclasses.field(default_factory=list)
     """Its steps after each load: sequences of later steps from before a load no longer belong to it."""
 
@@ -235,7 +237,7 @@ class Front:
             )
         await self.save(model, TRAINING, _LEFT, 0, None, model.metadata, overwrite=True)
         self._models.pop(model.identity, None)
-        model.order.end(f"{model.identity} was put away, since its client was silent: load {_LEFT}")
+        _end(model, f"{model.identity} was put away, since its client was silent: load {_LEFT}")
         await self.ranks.do(work.Forget(names=[model.identity, *model.unnamed]))
 
     def _check_adapters(self, lora: Mapping[str, Any] | None) -> None:
@@ -267,7 +269,7 @@ class Front:
         names = []
         for model in models:
             self._models.pop(model.identity)
-            model.order.end(reason)
+            _end(model, reason)
             names += [model.identity, *model.unnamed]
         return self.futures.begin(models[0].owner, lambda: self._forget(names, models[0].identity), name)
 
@@ -533,6 +535,15 @@ def derive_seed(sampler: str, number: int) -> int:
     """Derive the seed of a request that has none, so that a repeated one samples the same."""
     digest = hashlib.sha256(f"{sampler} {number}".encode()).digest()
     return int.from_bytes(digest[:4], "little")
+
+
+def _end(model: Model, reason: str) -> None:
+    """Fail what waits for a model's turn."""
+    model.order.end(reason)
+    for sampler in model.samplers:
+        if not sampler.is_made.is_set():
+            sampler.failure = MegatronRLError(reason)
+            sampler.is_made.set()
 
 
 def _find(known: Mapping[str, Any], identity: str, owner: str, what: str) -> Any:

@@ -222,10 +222,10 @@ def _save_for_sampler(request: Request) -> dict[str, Any]:
     model = front.find_model(read_text(body, "model_id"), request.owner)
     session, place = front.find_session(model.session, request.owner), read_whole(body, "sampling_session_seq_id")
     number = read_whole(body, "seq_id")
-    if number >= model.order.next:
+    if number >= model.order.next and place not in session.samplers:
         # At once: after a restart, a client that knows it asks before its weights are kept again. A model that
         # continues from a checkpoint has none of the weights from before.
-        front.add_sampler(session, place)
+        model.samplers.append(front.add_sampler(session, place))
 
     async def keep() -> Body:
         return await front.keep_unnamed(model, session.samplers[place])

@@ -10,11 +10,13 @@ import pytest
 from megatron_rl.errors import InputError
 from megatron_rl.shared.protocol.wire import PublishAnswer
 from megatron_rl.tinker import work
+from megatron_rl.tinker.front import Front, Served
 from megatron_rl.tinker.futures import Body, Futures, ModelLine
 from megatron_rl.tinker.packs import Forest
+from megatron_rl.tinker.provenance import SequenceRecord
 from megatron_rl.tinker.ranks import NotDone, Ranks
-from megatron_rl.tinker.requests import Asked, RequestFile
-from megatron_rl.tinker.sampling import WeightTurns
+from megatron_rl.tinker.requests import HANDLERS, Asked, Request, RequestFile
+from megatron_rl.tinker.sampling import Wanted, WeightTurns
 
 
 async def test_requests_take_effect_by_their_numbers_and_each_once() -> None:
@@ -136,3 +138,25 @@ def test_a_forest_has_each_common_begin_once_and_every_sequence_whole(is_sampled
             assert all((np.diff(rows[of_row[rows] == segment]) == 1).all() for segment in path)
             assert all(rows[of_row[rows] == segment][0] == ends[segment] for segment in path)
         assert len(own) == len(set(own))
+
+
+async def test_a_sampler_whose_model_is_gone_before_its_weights_were_kept_says_so(tmp_path) -> None:
+    served = Served(
+        base_model="tiny", folder=tmp_path, longest=64, lora_rank=0, most_models=1, needs_provenance=False,
+        decode=lambda _: [], last_version=0,
+    )  # fmt: skip
+    front = Front(served, Ranks(), None, SequenceRecord(tmp_path), lambda _: None)
+    session = front.find_session(front.create_session("key", "", "s"), "key")
+    front.create_model(session, 0, None, None, "made")
+    model = front.find_model("s:train:0", "key")
+    # The ranks have not made it, so the request for its weights waits for its turn.
+    body = b'{"model_id": "s:train:0", "sampling_session_seq_id": 0, "seq_id": 1}'
+    HANDLERS["save_weights_for_sampler"](Request(front, "key", "", body, "kept"))
+    wanted = Wanted(np.array([1]), num_samples=1, seed=0, max_tokens=1, temperature=1.0, stop=None)
+    asked, _ = front.sample(front.find_sampler("s:sample:0", "key"), 0, wanted, has_prompt=False)
+    await asyncio.sleep(0)
+    assert asked.answer is None
+    front.unload([model], "it was unloaded")
+    async with asyncio.timeout(5):
+        await asked.done.wait()
+    assert b"it was unloaded" in asked.answer.body
