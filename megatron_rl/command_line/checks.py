@@ -18,7 +18,7 @@ from megatron_rl.command_line.model_checks import CP, EP, ETP, MODEL_CHECKS, PP,
 from megatron_rl.config.rollout import PublishConfig
 from megatron_rl.config.settings import DraftSettings, Settings, Subjects
 from megatron_rl.flag import derive_flags
-from megatron_rl.shared.protocol.hosts import parse_place
+from megatron_rl.shared.protocol.hosts import check_certificate, parse_place
 from megatron_rl.shared.protocol.probe import can_hold
 from megatron_rl.types import Architecture, Experts
 from megatron_rl.versions import find_engine_refusal
@@ -257,6 +257,7 @@ def _check_service(settings: DraftSettings) -> Iterator[str]:
         yield f"--serve-listen {serve.listen} must be HOST:PORT: write 127.0.0.1:0, or another address"
     if serve.keys_file is not None and not serve.keys_file.is_file():
         yield f"--serve-keys-file {serve.keys_file} is not a file: write one with a key in each line"
+    yield from check_certificate(serve.tls_cert, serve.tls_key, "--serve-tls")
     if settings.service.endpoint is not None:
         yield "--rollout-endpoint needs --stage grpo: a service starts engines of its own; drop it"
     config, checkpoint = settings.transformer, settings.checkpoint

@@ -22,9 +22,21 @@ class ServeConfig:
     keys_file: Path | None = own_flag(
         None, "A file with the clients' keys, one a line; without it a key is made.", "--serve-keys-file"
     )
+    tls_cert: Path | None = own_flag(
+        None,
+        "The file with the certificate that clients check, by `SSL_CERT_FILE` if you signed it yourself; without it "
+        "nothing is encrypted.",
+        "--serve-tls-cert",
+    )
+    tls_key: Path | None = own_flag(None, "The file with the key of `--serve-tls-cert`.", "--serve-tls-key")
     needs_provenance: bool = own_flag(
         False, "Train only on data that name the sequence that each token belongs to.", "--require-provenance"
     )
     most_models: int = own_flag(
         8, "The most models that clients may train at a time.", "--serve-most-models", bound="at least 1"
     )
+
+    @property
+    def tls(self) -> tuple[Path, Path] | None:
+        """The certificate and its key."""
+        return None if self.tls_cert is None or self.tls_key is None else (self.tls_cert, self.tls_key)

@@ -160,7 +160,7 @@ def open_listener(host: str, port: int, flag: str = "--rollout-listen") -> socke
     return listener
 
 
-def find_url(listener: socket.socket) -> str:
+def find_url(listener: socket.socket, scheme: str = "http") -> str:
     """Return the address at which other hosts reach a listening socket.
 
     If it listens on all addresses of the host (0.0.0.0, ::), that is the address from which this host reaches other
@@ -169,7 +169,7 @@ def find_url(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     if ipaddress.ip_address(host).is_unspecified:
         host = _find_own_address(listener.family)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def _find_own_address(family: socket.AddressFamily) -> str:

@@ -22,7 +22,7 @@ from megatron_rl.errors import InputError, MegatronRLError
 from megatron_rl.shared.protocol.wire import Response
 from megatron_rl.sidecar.group_maker import Samplers
 from megatron_rl.tinker import protobuf, sampling, work
-from megatron_rl.tinker.futures import Body, Future, Futures, ModelLine, to_json
+from megatron_rl.tinker.futures import MOST_KNOWN, Body, Future, Futures, ModelLine, to_json
 from megatron_rl.tinker.losses import LOSSES
 from megatron_rl.tinker.provenance import Bearer, Sampled, SequenceRecord, mark_own
 from megatron_rl.tinker.ranks import Ranks
@@ -100,7 +100,6 @@ class SamplerState:
     num_steps: int = 0
     branch: int = 0
     path: str | None = None
-    requests: dict[int, tuple[Future, list[str]]] = dataclasses.field(default_factory=dict)
     failure: Exception | None = None
     is_made: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
 
@@ -131,6 +130,8 @@ class Front:
         self._by_idempotency: dict[tuple[str, str], str] = {}
         self._models: dict[str, Model] = {}
         self._samplers: dict[str, SamplerState] = {}
+        self._sampled: dict[tuple[str, int], tuple[Future, list[str]]] = {}
+        """The last requests of samplers, whose repetition has their answer."""
         self._kept = itertools.count()
         self._mark = secrets.token_hex(3)
         self._making_room = asyncio.Lock()
@@ -148,6 +149,9 @@ class Front:
             self._sessions[identity] = ClientSession(identity, owner)
             self._by_idempotency[key] = identity
         return self._by_idempotency[key]
+
+    def has_session(self, identity: str, owner: str) -> bool:
+        return identity in self._sessions and self._sessions[identity].owner == owner
 
     def find_session(self, identity: str, owner: str) -> ClientSession:
         session: ClientSession = _find(self._sessions, identity, owner, "session")
@@ -257,7 +261,9 @@ class Front:
             raise InputError(f"{', '.join(parts)} must be true: --lora-targets says which layers have adapters")
 
     def end_session(self, session: ClientSession) -> None:
-        """Forget a session's models and samplers; checkpoints stay."""
+        """Forget a session with its models and samplers; checkpoints stay."""
+        del self._sessions[session.identity]
+        self._by_idempotency = {key: one for key, one in self._by_idempotency.items() if one != session.identity}
         gone = [one for one in self._models.values() if one.session == session.identity]
         for sampler in session.samplers.values():
             self._samplers.pop(sampler.identity, None)
@@ -303,7 +309,7 @@ class Front:
         )
         assert isinstance(computed, work.PassDone)
         sums = {f"{name}:sum": value for name, value in computed.sums.items()}
-        return Body(protobuf.write_pass(request.data, computed.log_probs, {**sums, **metrics}), protobuf.MEDIA_TYPE)
+        return Body(protobuf.write_pass(request.trailing, computed.log_probs, {**sums, **metrics}), protobuf.MEDIA_TYPE)
 
     async def step(self, model: Model, adam: Mapping[str, Any]) -> Body:
         # Those of the client's own class.
@@ -461,14 +467,17 @@ class Front:
         self, sampler: SamplerState, number: int, wanted: sampling.Wanted, has_prompt: bool
     ) -> tuple[Future, list[str]]:
         """Begin to sample; return the future, and the names that the sequences will have."""
-        if number not in sampler.requests:
+        key = sampler.identity, number
+        if key not in self._sampled:
             names = [f"{sampler.identity}:{number}:{index}" for index in range(wanted.num_samples)]
 
             async def perform() -> Body:
                 return await self._sample(sampler, wanted, names, has_prompt)
 
-            sampler.requests[number] = self.futures.begin(sampler.owner, perform), names
-        return sampler.requests[number]
+            self._sampled[key] = self.futures.begin(sampler.owner, perform), names
+            if len(self._sampled) > MOST_KNOWN:
+                del self._sampled[next(iter(self._sampled))]
+        return self._sampled[key]
 
     async def _sample(
         self, sampler: SamplerState, wanted: sampling.Wanted, names: Sequence[str], has_prompt: bool

@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 JSON = "application/json"
 _MOST_REPEATED = 1 << 10
 """The last requests of a model whose repetition has their answer."""
-_MOST_KNOWN = 1 << 14
+MOST_KNOWN = 1 << 14
 """Futures whose answers are kept: a client asks again for an answer that was lost on its way."""
 
 
@@ -86,7 +86,7 @@ class Futures:
         self._known[future.identity] = future
         if future.identity in self.known_answers:
             future.give(self.known_answers[future.identity])
-        if len(self._known) > _MOST_KNOWN:
+        if len(self._known) > MOST_KNOWN:
             oldest = next((name for name, one in self._known.items() if one.done.is_set()), None)
             self._known.pop(oldest or "", None)
         return future

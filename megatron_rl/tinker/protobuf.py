@@ -37,6 +37,8 @@ class PassRequest(NamedTuple):
     loss: str
     settings: dict[str, float]
     is_forward_only: bool
+    trailing: list[int]
+    """The shape of the targets of a position: none, or how many there are."""
 
 
 def read_pass(body: bytes, inputs_of: Mapping[str, Sequence[str]]) -> PassRequest:
@@ -54,11 +56,12 @@ def read_pass(body: bytes, inputs_of: Mapping[str, Sequence[str]]) -> PassReques
     claims = [
         Claims(_read_claims(one.model_input_spans), _read_claims(one.loss_fn_input_spans)) for one in request.data
     ]
-    if not data or len({one.width for one in data}) > 1:
+    shapes = {tuple(one.loss_fn_inputs[_TARGETS].shape[1:]) for one in request.data}
+    if len(shapes) != 1:
         raise InputError(
             "a request has at least one datum, and all have as many targets a position: send each kind alone"
         )
-    return PassRequest(data, claims, request.loss_fn, settings, request.forward_only)
+    return PassRequest(data, claims, request.loss_fn, settings, request.forward_only, [*shapes.pop()])
 
 
 def read_place(body: bytes) -> tuple[str, int]:
@@ -149,16 +152,14 @@ def _read_claims(spans: Any) -> tuple[TokenClaim, ...]:
     return tuple(found)
 
 
-def write_pass(data: Sequence[Datum], log_probs: Sequence[bytes], metrics: Mapping[str, float]) -> bytes:
-    """Write a ForwardBackwardOutput with the log-probs of each datum's targets."""
-    widths = {datum.width for datum in data}
+def write_pass(trailing: Sequence[int], log_probs: Sequence[bytes], metrics: Mapping[str, float]) -> bytes:
+    """Write a ForwardBackwardOutput with the log-probs of each datum's targets, in their shape."""
     output = load_messages().ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=dict(metrics))
     offsets = np.cumsum([0, *map(len, log_probs)], dtype="<i8")
-    trailing = [width for width in widths if width > 1]
     tensor = load_messages().BatchedTensor(
         data=b"".join(log_probs), offsets=offsets.tobytes(), dtype=1, trailing_shape=trailing
     )
-    record = output.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(data))
+    record = output.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(log_probs))
     record.fields["logprobs"].CopyFrom(tensor)
     return output.SerializeToString()
 

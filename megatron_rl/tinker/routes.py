@@ -5,6 +5,7 @@ import contextlib
 import functools
 import hashlib
 import hmac
+import logging
 import os
 import re
 import secrets
@@ -21,7 +22,7 @@ from fastapi.responses import JSONResponse
 from megatron_rl.errors import InputError, MegatronRLError, UsageError
 from megatron_rl.shared.chat import read_tokenizer
 from megatron_rl.shared.protocol import wire
-from megatron_rl.shared.protocol.hosts import parse_place
+from megatron_rl.shared.protocol.hosts import is_loopback, parse_place
 from megatron_rl.shared.records.append_file import write_private
 from megatron_rl.shared.records.audit_events import FILE_NAME as AUDIT_FILE
 from megatron_rl.sidecar.group_maker import Samplers
@@ -36,6 +37,7 @@ from megatron_rl.tinker.requests import HANDLERS, RequestFile, Requests, begun, 
 from megatron_rl.tinker.sampling import Decode, Wanted
 from megatron_rl.tinker.saved import NotFound, describe_saved
 
+_log = logging.getLogger(__name__)
 KEYS_VARIABLE = "MEGATRON_RL_SERVE_KEYS"
 LAST_ADDRESS_FILE, CONFIG_FILE = "serve-port", "config.json"
 _MOST_BYTES = 1 << 28
@@ -153,6 +155,9 @@ def _session_routes(app: FastAPI, front: Front, requests: Requests, read: Read) 
     @app.post("/api/v1/sessions/{session}/finish")
     async def finish(request: Request, session: str) -> dict[str, Any]:
         owner, _ = await read(request)
+        if not front.has_session(session, owner):
+            # A client asks again if the answer was lost.
+            return {}
         return requests.take("finish", owner, "", msgspec.json.encode({"session_id": session}))
 
     @app.post("/api/v1/get_info")
@@ -246,7 +251,7 @@ async def _read_body(request: Request) -> bytes:
 
 def _read_wanted(body: Mapping[str, Any], sampler: str, number: int, longest: int) -> Wanted:
     params = body.get("sampling_params") or {}
-    usual = {"top_k": (-1, 0), "top_p": (1, 1.0)}
+    usual = {"top_k": (-1, 0, 1), "top_p": (1, 1.0)}
     for name, values in usual.items():
         if params.get(name, values[0]) not in values:
             raise InputError(f"{name} {params[name]} is not served: what is sampled must be the policy's distribution")
@@ -268,7 +273,8 @@ def _read_wanted(body: Mapping[str, Any], sampler: str, number: int, longest: in
         num_samples=body.get("num_samples") or 1,
         seed=derive_seed(sampler, number) if seed is None else int(seed),
         max_tokens=longest if most is None else int(most),
-        temperature=float(params.get("temperature", 1.0)),
+        # One token to choose from is the likeliest.
+        temperature=0.0 if params.get("top_k") == 1 else float(params.get("temperature", 1.0)),
         stop=[stop] if isinstance(stop, str) else stop,
     )
 
@@ -364,13 +370,16 @@ async def open_front(
     requests = Requests(front, journal)
     requests.replay()
     app = build_application(front, requests, read_keys(serving.keys_file, folder))
-    task = asyncio.create_task(serve(app, listener=listener, until=ended))
+    task = asyncio.create_task(serve(app, listener=listener, until=ended, tls=serving.tls))
 
     async def end() -> None:
         ended.set()
         await task
 
     stack.push_async_callback(end)
-    write_private(folder / ADDRESS_FILE, f"{find_url(listener)}\n".encode())
+    url = find_url(listener, "http" if serving.tls is None else "https")
+    if serving.tls is None and not is_loopback(place[0]):
+        _log.warning("clients reach %s without encryption, keys included: write --serve-tls-cert and its key", url)
+    write_private(folder / ADDRESS_FILE, f"{url}\n".encode())
     stack.callback((folder / ADDRESS_FILE).unlink, missing_ok=True)
     return functools.partial(_add_work_routes, ranks)

@@ -49,7 +49,8 @@ class SavedModels:
         make_private_folder(folder)
 
     def stage(self, path: str) -> Path:
-        """Return a new folder for a checkpoint until it is complete; what was left incomplete is removed."""
+        """Return a new folder for a checkpoint until it is complete; what was left or has expired is removed."""
+        self._read_all()
         whole = self.find_folder(path)
         staged = _stage(whole)
         for one in (staged, *([] if (whole / _META).exists() else [whole])):
@@ -65,26 +66,21 @@ class SavedModels:
         _stage(whole).rename(whole)
 
     def list_of(self, owner: str, model: str | None = None) -> list[SavedModel]:
-        found = []
-        for meta in self._folder.glob(f"*/*/[!.]*/{_META}"):
-            one = msgspec.json.decode(meta.read_bytes(), type=SavedModel)
-            if one.expires is not None and one.expires < time.time():
-                shutil.rmtree(meta.parent, ignore_errors=True)
-            elif one.owner == owner and model in (None, one.model):
-                found.append(one)
+        found = [one for one in self._read_all() if one.owner == owner and model in (None, one.model)]
         return sorted(found, key=lambda one: one.time)
 
     def find(self, path: str, owner: str) -> SavedModel:
         checkpoint = self.read(path)
         if checkpoint is None or checkpoint.owner != owner:
-            raise NotFound(f"the checkpoint {path} does not exist")
-        if checkpoint.expires is not None and checkpoint.expires < time.time():
-            raise NotFound(f"{path} has expired")
+            raise NotFound(f"the checkpoint {path} does not exist, or has expired")
         return checkpoint
 
     def read(self, path: str) -> SavedModel | None:
         meta = self.find_folder(path) / _META
-        return msgspec.json.decode(meta.read_bytes(), type=SavedModel) if meta.exists() else None
+        return _read(meta) if meta.exists() else None
+
+    def _read_all(self) -> list[SavedModel]:
+        return [one for meta in self._folder.glob(f"*/*/[!.]*/{_META}") if (one := _read(meta)) is not None]
 
     def set_expiry(self, checkpoint: SavedModel, ttl: int | None) -> None:
         expires = None if ttl is None else time.time() + ttl
@@ -97,6 +93,15 @@ class SavedModels:
             raise InputError(f"{path!r} must be {SCHEME}MODEL/{' or '.join(KINDS)}/NAME")
         model, kind, name = parts
         return self._folder / _check_name(model.replace(":", "-")) / kind / _check_name(name)
+
+
+def _read(meta: Path) -> SavedModel | None:
+    """Read a checkpoint, or remove it if it has expired."""
+    checkpoint = msgspec.json.decode(meta.read_bytes(), type=SavedModel)
+    if checkpoint.expires is None or checkpoint.expires >= time.time():
+        return checkpoint
+    shutil.rmtree(meta.parent, ignore_errors=True)
+    return None
 
 
 def _stage(whole: Path) -> Path:

@@ -6,6 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from megatron_rl.errors import InputError
 from megatron_rl.shared.protocol.wire import PublishAnswer
@@ -17,6 +18,7 @@ from megatron_rl.tinker.provenance import SequenceRecord
 from megatron_rl.tinker.ranks import NotDone, Ranks
 from megatron_rl.tinker.requests import HANDLERS, Asked, Request, RequestFile
 from megatron_rl.tinker.sampling import Wanted, WeightTurns
+from megatron_rl.tinker.saved import NotFound, SavedModel, SavedModels
 
 
 async def test_requests_take_effect_by_their_numbers_and_each_once() -> None:
@@ -54,6 +56,44 @@ def test_a_journal_keeps_what_was_written_whole_and_belongs_to_one_model(tmp_pat
         assert again.append(Asked("optim_step", "owner", "", b"3")) == numbers[-1] + 1
     with pytest.raises(InputError, match="requests of tiny, and other is served"):
         RequestFile(tmp_path, "other")
+
+
+def test_a_checkpoint_that_has_expired_is_gone_and_its_name_is_free(tmp_path) -> None:
+    saved = SavedModels(tmp_path)
+    one = SavedModel(
+        path="tinker://m/weights/one", model="m", owner="key", kind="weights", base_model="b", lora_rank=0, num_steps=0,
+        loads=[], number=1, time=0.0,
+    )  # fmt: skip
+    for name in ("one", "two", "three"):
+        path = f"tinker://m/weights/{name}"
+        saved.stage(path)
+        saved.finish(structs.replace(one, path=path))
+    saved.set_expiry(saved.find(one.path, "key"), -1)
+    with pytest.raises(NotFound, match="has expired"):
+        saved.find(one.path, "key")
+    assert not saved.find_folder(one.path).exists()
+    # No client asks for it, but another one is saved.
+    saved.set_expiry(saved.find("tinker://m/weights/two", "key"), -1)
+    saved.stage(one.path)
+    assert not saved.find_folder("tinker://m/weights/two").exists()
+    assert [one.path for one in saved.list_of("key")] == ["tinker://m/weights/three"]
+
+
+def test_a_session_that_is_over_leaves_nothing(tmp_path) -> None:
+    served = Served(
+        base_model="b", folder=tmp_path, longest=64, lora_rank=0, most_models=1, needs_provenance=False,
+        decode=lambda _: [], last_version=0,
+    )  # fmt: skip
+    front = Front(served, Ranks(), None, SequenceRecord(tmp_path), lambda _: None)
+    assert {front.create_session("key", "once", identity) for identity in "ab"} == {"a"}
+    sampler = front.create_sampler(front.find_session("a", "key"), 0, None)
+    assert front.has_session("a", "key")
+    assert not front.has_session("a", "another")
+    front.end_session(front.find_session("a", "key"))
+    assert not front.has_session("a", "key")
+    with pytest.raises(NotFound):
+        front.find_sampler(sampler.identity, "key")
+    assert front.create_session("key", "once", "c") == "c"
 
 
 async def test_work_is_handed_out_again_until_its_result_has_come() -> None:

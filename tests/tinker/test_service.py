@@ -2,22 +2,31 @@
 
 import asyncio
 import concurrent.futures
+import contextlib
 import dataclasses
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import transformers
 
+from megatron_rl.config.rollout import RewardConfig, RolloutConfig
+from megatron_rl.config.serve import ServeConfig
 from megatron_rl.errors import InputError
+from megatron_rl.sidecar.settings import SidecarSettings
+from megatron_rl.tinker import ADDRESS_FILE
 from megatron_rl.tinker.front import Front, Model, Served
 from megatron_rl.tinker.futures import ModelLine
 from megatron_rl.tinker.provenance import SequenceRecord
 from megatron_rl.tinker.ranks import Ranks
+from megatron_rl.tinker.routes import open_front
 from tests.tinker import model
 from tests.tinker.services import KEYS, Service, serving
+from tests.unit.test_remote_host import make_certificate
 
 tinker = pytest.importorskip("tinker", reason="Tinker's SDK has an environment of its own: make test-tinker")
 from tinker import types  # noqa: E402
@@ -241,8 +250,6 @@ def test_a_request_that_comes_twice_has_one_effect_and_later_ones_wait(service, 
     status, done = service.post("retrieve_future", {"request_id": names[0]})
     assert (status, done["metrics"]["num_steps:max"]) == (200, 2)
     status, last = service.post("forward_backward", train(5, is_forward_only=True))
-    import httpx
-
     answer = httpx.post(
         f"{service.url}/api/v1/retrieve_future", json={"request_id": last["request_id"]}, headers={"X-API-Key": KEYS[0]}
     )
@@ -416,8 +423,10 @@ def test_a_body_that_is_not_what_it_says_fails_alone(service, client) -> None:
 def test_at_temperature_0_all_samples_are_the_likeliest_tokens(client) -> None:
     sampler = client.create_sampling_client(base_model=model.NAME)
     answered = sample(sampler, count=3, temperature=0.0).sequences
+    # So are the samples of one token to choose from, whatever their seed.
+    answered += sample(sampler, count=2, seed=6, top_k=1).sequences
     assert len({tuple(one.tokens) for one in answered}) == 1
-    assert len({one.sequence_id for one in answered}) == 3
+    assert len({one.sequence_id for one in answered}) == 5
 
 
 def test_an_unloaded_model_is_gone_and_its_checkpoints_are_not(service, client) -> None:
@@ -438,6 +447,46 @@ def test_targets_without_weights_have_the_weight_1(client) -> None:
     plain = make_datum(tokens[:-1], tokens[1:])
     first, second = (training.forward_backward([one], "cross_entropy").result() for one in (given, plain))
     assert first.metrics["loss:sum"] == second.metrics["loss:sum"] > 0
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 1), (3, 2)])
+def test_log_probs_have_the_shape_of_their_targets(shape, client) -> None:
+    values = {"target_tokens": np.ones(shape, "<i8"), "weights": np.ones(shape, "<f4")}
+    datum = types.Datum(model_input=types.ModelInput.from_ints([1, 2, 3]), loss_fn_inputs=values)
+    (output,) = begin(client).forward([datum], "cross_entropy").result().loss_fn_outputs
+    assert output["logprobs"].to_numpy().shape == shape
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="this host has no openssl to make certificates")
+def test_a_client_that_has_the_certificate_connects_and_another_does_not(tmp_path, monkeypatch) -> None:
+    cert, key = make_certificate(tmp_path, "service")
+    model.save(tmp_path / "model")
+    (tmp_path / "keys").write_text(KEYS[0])
+    settings = SidecarSettings(
+        platform="cpu",
+        hf_model=tmp_path / "model",
+        seq_length=64,
+        rollout=RolloutConfig(folder=tmp_path),
+        reward=RewardConfig(),
+        serve=ServeConfig(keys_file=tmp_path / "keys", tls_cert=cert, tls_key=key),
+    )
+    engines: Any = None
+
+    def ask(url: str) -> str:
+        with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+            httpx.get(f"{url}/api/v1/healthz")
+        monkeypatch.setenv("SSL_CERT_FILE", str(cert))
+        asked = tinker.ServiceClient(base_url=url, api_key=KEYS[0]).get_server_capabilities()
+        return asked.supported_models[0].model_name
+
+    async def check() -> str:
+        async with contextlib.AsyncExitStack() as stack:
+            await open_front(settings, engines, lambda _: [], stack)
+            url = (tmp_path / ADDRESS_FILE).read_text().strip()
+            assert url.startswith("https://127.0.0.1:")
+            return await asyncio.to_thread(ask, url)
+
+    assert asyncio.run(check()) == "model"
 
 
 def test_where_provenance_is_required_nothing_else_is_trained_on(tmp_path) -> None:

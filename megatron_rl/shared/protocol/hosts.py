@@ -1,6 +1,9 @@
-"""Hosts: their addresses, and those to which a trainer's ranks deliver weights."""
+"""Hosts: their addresses and certificates, and those to which a trainer's ranks deliver weights."""
 
 import ipaddress
+import ssl
+from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 
@@ -25,6 +28,17 @@ def parse_place(text: str) -> tuple[str, int] | None:
     if not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
         return None
     return host, int(port)
+
+
+def check_certificate(cert: Path | None, key: Path | None, prefix: str) -> Iterator[str]:
+    """Yield what is wrong with a certificate or its key, whose flags have this prefix."""
+    if (cert is None) != (key is None):
+        yield f"{prefix}-cert and {prefix}-key belong together: write both"
+    elif cert is not None:
+        try:
+            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(cert, key)
+        except OSError as error:
+            yield f"{prefix}-cert {cert} and {prefix}-key {key} cannot be used: {error}: write PEM files"
 
 
 class DeliveryHost(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

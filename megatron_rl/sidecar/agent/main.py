@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import logging
 import socket
-import ssl
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,7 +15,7 @@ from pathlib import Path
 from megatron_rl.errors import ExitCode, MegatronRLError, UsageError
 from megatron_rl.flag_parser import FlagParser
 from megatron_rl.shared.protocol.client import read_token
-from megatron_rl.shared.protocol.hosts import is_loopback, parse_place
+from megatron_rl.shared.protocol.hosts import check_certificate, is_loopback, parse_place
 from megatron_rl.shared.records.append_file import make_private_folder
 from megatron_rl.shared.weights.delivery.receiver import Receiver
 from megatron_rl.sidecar.agent.application import build_agent_application
@@ -77,8 +76,9 @@ def parse(words: Sequence[str]) -> AgentSettings:
     problems += [found for found in (place, token) if isinstance(found, str)]
     if "folder" not in given:
         problems.append("--folder is missing: name a folder for the engines' logs")
-    tls = (given.tls_cert, given.tls_key) if "tls_cert" in given and "tls_key" in given else None
-    problems += _check_tls(given)
+    cert, key = (getattr(given, name, None) for name in ("tls_cert", "tls_key"))
+    tls = (cert, key) if cert is not None and key is not None else None
+    problems += check_certificate(cert, key, "--tls")
     if isinstance(place, str) or isinstance(token, str) or problems:
         raise UsageError(*problems)
     return AgentSettings(place, token[0], given.folder, "shares_publish_folder" in given, tls)
@@ -116,9 +116,7 @@ async def _serve(settings: AgentSettings, listener: socket.socket, engines: Host
     watching = asyncio.create_task(engines.watch())
     watching.add_done_callback(lambda _: ended.set())
     try:
-        url = find_url(listener)
-        if settings.tls is not None:
-            url = url.replace("http:", "https:")
+        url = find_url(listener, "http" if settings.tls is None else "https")
         _log.info("this host's agent serves at %s; engines log to %s", url, settings.folder)
         if settings.tls is None and not is_loopback(settings.listen[0]):
             _log.warning(
@@ -140,17 +138,6 @@ def _read_place(given: argparse.Namespace) -> tuple[str, int] | str:
         return "--listen is missing: write this host's address and a port, such as 10.0.0.2:7100"
     place = parse_place(given.listen)
     return place or f"--listen {given.listen} must be HOST:PORT: write 10.0.0.2:7100, or one of IPv6 in brackets"
-
-
-def _check_tls(given: argparse.Namespace) -> Iterator[str]:
-    """Yield what is wrong with the certificate or its key."""
-    if ("tls_cert" in given) != ("tls_key" in given):
-        yield "--tls-cert and --tls-key belong together: write both"
-    elif "tls_cert" in given:
-        try:
-            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(given.tls_cert, given.tls_key)
-        except OSError as error:
-            yield f"--tls-cert {given.tls_cert} and --tls-key {given.tls_key} cannot be used: {error}: write PEM files"
 
 
 def _read_token(given: argparse.Namespace) -> tuple[str] | str:
