@@ -56,12 +56,13 @@ def read_pass(body: bytes, inputs_of: Mapping[str, Sequence[str]]) -> PassReques
     claims = [
         Claims(_read_claims(one.model_input_spans), _read_claims(one.loss_fn_input_spans)) for one in request.data
     ]
-    shapes = {tuple(one.loss_fn_inputs[_TARGETS].shape[1:]) for one in request.data}
-    if len(shapes) != 1:
+    if not data or len({one.width for one in data}) > 1:
         raise InputError(
             "a request has at least one datum, and all have as many targets a position: send each kind alone"
         )
-    return PassRequest(data, claims, request.loss_fn, settings, request.forward_only, [*shapes.pop()])
+    # One target a position may have an axis or none: of both in a request, the answer has none.
+    trailing = min(list(one.loss_fn_inputs[_TARGETS].shape[1:]) for one in request.data)
+    return PassRequest(data, claims, request.loss_fn, settings, request.forward_only, trailing)
 
 
 def read_place(body: bytes) -> tuple[str, int]:

@@ -12,9 +12,9 @@ NAME = "Qwen/Qwen3-8B"
 END = "<|im_end|>"
 
 
-def save(folder: Path) -> None:
+def save(folder: Path, seed: int = 0) -> None:
     tokenizer = make_words()
-    make(tokenizer).save_pretrained(folder)
+    make(tokenizer, seed).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
@@ -26,11 +26,11 @@ def make_words() -> transformers.PreTrainedTokenizerFast:
     return tokenizer
 
 
-def make(tokenizer: transformers.PreTrainedTokenizerFast) -> transformers.Qwen3ForCausalLM:
+def make(tokenizer: transformers.PreTrainedTokenizerFast, seed: int = 0) -> transformers.Qwen3ForCausalLM:
     config = transformers.Qwen3Config(
         vocab_size=len(tokenizer), hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=2, head_dim=32, max_position_embeddings=4096, tie_word_embeddings=False,
         eos_token_id=tokenizer.convert_tokens_to_ids(END), pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
     )  # fmt: skip
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     return transformers.Qwen3ForCausalLM(config)
