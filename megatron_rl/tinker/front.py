@@ -221,8 +221,9 @@ class Front:
                     else:
                         await self._load(model, saved.path, has_optimizer=True)
                         model.loads = [*saved.loads]
-                except BaseException:
+                except BaseException as error:
                     self._models.pop(identity, None)
+                    _end(model, f"{identity} was not made: {error}")
                     raise
                 finally:
                     made.set()
