@@ -53,7 +53,7 @@ class Run:
     """The folder of a run, which may continue meanwhile."""
 
     def __init__(self, folder: Path | str) -> None:
-        """Open the folder, the one above, or that of --save."""
+        """Open the folder of the run, the folder above it, or the folder of --save."""
         self.folder = find_run(Path(folder), AUDIT_FILE)
 
     def metrics(self) -> list[Row]:
@@ -98,7 +98,7 @@ class Run:
 
 
 class _Process:
-    """A process and what it prints; it ends with the Python that started it."""
+    """A process and what it prints. It continues if this Python is killed."""
 
     def __init__(self, words: Sequence[str], folder: Path, environment: Mapping[str, str]) -> None:
         folder.parent.mkdir(parents=True, exist_ok=True)
